@@ -606,9 +606,7 @@ class ConversionRequest(Options):
         object.__setattr__(self, "rules", parse_rules(self.rules))
         object.__setattr__(self, "options", parse_options(self.options))
         object.__setattr__(self, "allow", tuple(sorted(parse_allowed(self.allow))))
-        selection = self.selection
-        for name in ("include", "exclude", "strip_prefix", "rename"):
-            object.__setattr__(self, name, getattr(selection, name))
+        _read_selection(self)
         most = self.most_file_bytes
         if most is not None and (type(most) is not int or most < 1):
             raise UsageError(f"files of at most {most!r} bytes; give a whole number from 1")
@@ -692,9 +690,7 @@ class ConversionRequest(Options):
     @property
     def selection(self) -> TensorSelection:
         """The selected part of the source, and its names."""
-        return TensorSelection(
-            self.include, self.exclude, self.strip_prefix, self.rename, self.select
-        )
+        return _select(self)
 
     @property
     def training_style(self) -> TrainingStyle | None:
@@ -930,16 +926,12 @@ class CompareOptions(Options):
     def __post_init__(self) -> None:
         if self.threads is not None:
             check_int(self.threads, "threads", minimum=1)
-        selection = self.selection
-        for name in ("include", "exclude", "strip_prefix", "rename"):
-            object.__setattr__(self, name, getattr(selection, name))
+        _read_selection(self)
 
     @property
     def selection(self) -> TensorSelection:
         """The selected part of the left side, and its names."""
-        return TensorSelection(
-            self.include, self.exclude, self.strip_prefix, self.rename, self.select
-        )
+        return _select(self)
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -981,6 +973,16 @@ class DiffOptions(Options):
         object.__setattr__(self, "extra_bytes", check_int(self.extra_bytes, "extra_bytes"))
         if self.threads is not None:
             check_int(self.threads, "threads", minimum=1)
+
+
+def _select(options: ConversionRequest | CompareOptions) -> TensorSelection:
+    return TensorSelection(*(getattr(options, name) for name in SELECTION_OPTIONS))
+
+
+def _read_selection(options: ConversionRequest | CompareOptions) -> None:
+    """Check the options that select and rename tensors, and make them tuples."""
+    for name, value in zip(SELECTION_OPTIONS, _select(options).astuple(), strict=True):
+        object.__setattr__(options, name, value)
 
 
 def _read_layout(layout: LayoutFile) -> EngineLayout:

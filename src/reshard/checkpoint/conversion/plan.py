@@ -140,24 +140,7 @@ def plan_conversion(
     tensors, assignment, placement_notes = place_tensors(request, named)
     release_freed_memory(len(tensors))
     checkpoint = named.checkpoint
-    file_name = find_file_name(request, target, checkpoint)
-    write_plan = request.target_format.plan_write(
-        NewCheckpoint(
-            tensors,
-            request.mesh,
-            checkpoint.metadata,
-            checkpoint.items,
-            checkpoint.paths,
-            checkpoint.attributes,
-            request.stored_replicas,
-            request.most_file_bytes,
-            checkpoint.values,
-            find_kept_files(request, checkpoint),
-            file_name,
-            tuple(request.allow),
-        )
-    )
-    expect_one_file(file_name, target, write_plan)
+    write_plan, is_single_file = plan_files(request, target, checkpoint, tensors, request.mesh)
     about_model = _note_model_folder(request, checkpoint)
     noted = (*request.order_notes, *placement_notes, *checked, *about_model)
     return Conversion(
@@ -169,7 +152,7 @@ def plan_conversion(
         assignment,
         changed.computed,
         changed.rewritten,
-        is_single_file=file_name is not None,
+        is_single_file=is_single_file,
         apart=apart,
     )
 
@@ -296,12 +279,53 @@ def open_apart(
     return checkpoint, target
 
 
-def find_file_name(request: ConversionRequest, target: Path, source: Checkpoint) -> str | None:
-    """Return the name of the target's only file, or None if the target's name is not a file's.
+def plan_files(
+    request: ConversionRequest,
+    target: Path,
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, PlannedTensor],
+    mesh: DeviceMesh | None,
+) -> tuple[WritePlan, bool]:
+    """Return the files of a target, and whether the target is its only file, and no folder.
+
+    Args:
+        request: the request for the conversion.
+        target: the target.
+        checkpoint: the source, by the names of the target.
+        tensors: the tensors of the target.
+        mesh: the mesh of the target, if any.
 
     Raises:
-        UsageError: the target is a file of the source, or a file at an address.
+        UsageError: the name of a file for a target at an address, of several files, or that is a
+            file of the source.
     """
+    file_name = _find_file_name(request, target, checkpoint)
+    write_plan = request.target_format.plan_write(
+        NewCheckpoint(
+            tensors,
+            mesh,
+            checkpoint.metadata,
+            checkpoint.items,
+            checkpoint.paths,
+            checkpoint.attributes,
+            request.stored_replicas,
+            request.most_file_bytes,
+            checkpoint.values,
+            _find_kept_files(request, checkpoint),
+            file_name,
+            tuple(request.allow),
+        )
+    )
+    if file_name is not None and len(write_plan.files) > 1:
+        raise UsageError(
+            f"the target {target} has the name of a file, but {len(write_plan.files)} files would "
+            f"be written; give a name without {target.suffix} for a folder"
+        )
+    return write_plan, file_name is not None
+
+
+def _find_file_name(request: ConversionRequest, target: Path, source: Checkpoint) -> str | None:
+    """Return the name of the target's only file, or None if the target's name is not a file's."""
     suffixes = request.target_format.single_suffixes
     if not suffixes or not target.name.endswith(suffixes):
         return None
@@ -316,15 +340,6 @@ def find_file_name(request: ConversionRequest, target: Path, source: Checkpoint)
             f"without {target.suffix} for a folder"
         )
     return target.name
-
-
-def expect_one_file(file_name: str | None, target: Path, write_plan: WritePlan) -> None:
-    """Raise UsageError if a target with the name of a file would consist of several files."""
-    if file_name is not None and len(write_plan.files) > 1:
-        raise UsageError(
-            f"the target {target} has the name of a file, but {len(write_plan.files)} files would "
-            f"be written; give a name without {target.suffix} for a folder"
-        )
 
 
 def unwritten_target(source: str | os.PathLike[str]) -> Path:
@@ -533,7 +548,7 @@ def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -
     return request.replace(kept=kept, format=name, replicas=replicas)
 
 
-def find_kept_files(request: ConversionRequest, checkpoint: Checkpoint) -> Mapping[str, str]:
+def _find_kept_files(request: ConversionRequest, checkpoint: Checkpoint) -> Mapping[str, str]:
     """Return the source's file of each tensor, if the target keeps whole tensors in these files."""
     if request.kept != "full" or request.most_file_bytes is not None:
         return {}

@@ -33,10 +33,9 @@ from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredItem, StoredTensor
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
 from reshard.checkpoint.conversion.plan import (
-    expect_one_file,
-    find_file_name,
     open_apart,
     plan_conversion,
+    plan_files,
 )
 from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.deltas.delta_file import (
@@ -50,7 +49,6 @@ from reshard.checkpoint.deltas.encoding import decode_block, word_bytes
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.registry import find_format, written_names
 from reshard.checkpoint.formats.write_plan import (
-    NewCheckpoint,
     PlannedTensor,
     WritePlan,
     find_stored_replicas,
@@ -510,25 +508,10 @@ def _keep_cut(
     if replicas is None and Capability.REPLICAS in format.capabilities:
         replicas = find_stored_replicas(base.tensors)
     request = request.replace(to=to, format=format.name, replicas=replicas)
-    file_name = find_file_name(request, target, base)
-    write_plan = format.plan_write(
-        NewCheckpoint(
-            tensors,
-            base.mesh,
-            checkpoint.metadata,
-            checkpoint.items,
-            checkpoint.paths,
-            checkpoint.attributes,
-            request.stored_replicas,
-            request.most_file_bytes,
-            checkpoint.values,
-            file_name=file_name,
-        )
-    )
-    expect_one_file(file_name, target, write_plan)
+    write_plan, is_single_file = plan_files(request, target, checkpoint, tensors, base.mesh)
     resolved = {"to": request.to_text, "cut": "as the base", "recipe": None}
     return Conversion(
-        checkpoint, target, write_plan, request, resolved, is_single_file=file_name is not None
+        checkpoint, target, write_plan, request, resolved, is_single_file=is_single_file
     )
 
 
