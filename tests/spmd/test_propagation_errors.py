@@ -43,43 +43,43 @@ CASES: dict[str, Case] = {
     "a name for a topology": (
         lambda: sp.trace(sp.exp, ARRAY, topology="h100-8"),  # type: ignore[arg-type]
         UsageError,
-        r"'h100-8' is no Topology; give one, such as .*load_preset\(\"h100-8\"\)",
+        r"topology 'h100-8' is not a Topology; give .*load_preset\(\"h100-8\"\)",
     ),
     "a preset for a topology": (
         lambda: sp.trace(sp.exp, ARRAY, topology=load_preset("h100-8")),  # type: ignore[arg-type]
         UsageError,
-        "is no Topology",
+        "is not a Topology",
     ),
-    "a negative size": (lambda: sp.abstract((-1, 3)), UsageError, r"\(-1, 3\) is no shape"),
+    "a negative size": (lambda: sp.abstract((-1, 3)), UsageError, r"shape \(-1, 3\) is not valid"),
     "half a size": (
         lambda: sp.abstract((1.5, 3)),  # type: ignore[arg-type]
         UsageError,
-        r"\(1.5, 3\) is no shape",
+        r"shape \(1.5, 3\) is not valid",
     ),
     "text for a sharding": (
         lambda: sp.abstract((4,), "float32", "x"),  # type: ignore[arg-type]
         UsageError,
-        "'x' is no sharding; give reshard.spec",
+        "sharding 'x' is not a ShardingSpec; give reshard.spec",
     ),
     "text for an annotation": (
         lambda: propagate_graph(GRAPH, {0: "x, y"}),  # type: ignore[dict-item]
         SpecError,
-        "'x, y' is no sharding",
+        "sharding 'x, y' is not a ShardingSpec",
     ),
     "a list of annotations": (
         lambda: propagate_graph(GRAPH, ["x, y"]),  # type: ignore[arg-type]
         SpecError,
-        r"annotations \['x, y'\] are no shardings by number",
+        r"annotations \['x, y'\] must be shardings by number",
     ),
     "an annotation by name": (
         lambda: propagate_graph(GRAPH, {"x": GIVEN[0]}),  # type: ignore[dict-item]
         SpecError,
-        "is no sharding by number",
+        "must be a sharding by number",
     ),
     "no graph": (
         lambda: propagate_graph("graph", GIVEN),  # type: ignore[arg-type]
         SpecError,
-        "'graph' is no graph",
+        "graph 'graph' is not a Graph",
     ),
     "an unknown strategy of nothing": (
         lambda: propagate_graph(GRAPH, {}, strategy="best"),
@@ -89,12 +89,12 @@ CASES: dict[str, Case] = {
     "text for a rule": (
         lambda: propagate(TEXT, [None, None], [None]),  # type: ignore[arg-type]
         SpecError,
-        "is no rule; give OpShardingRule.parse",
+        "is not an OpShardingRule; give OpShardingRule.parse",
     ),
     "text for what is known": (
         lambda: propagate(RULE, ["x, y", None], [None]),  # type: ignore[list-item]
         SpecError,
-        "'x, y' is no sharding",
+        "sharding 'x, y' is not a ShardingSpec",
     ),
     "a graph that is not propagated": (
         lambda: explicit_reshards(GRAPH),  # type: ignore[arg-type]
@@ -104,12 +104,12 @@ CASES: dict[str, Case] = {
     "a topology for a machine": (
         lambda: sp.propagate_by_cost(GRAPH, GIVEN, machine=Topology([0])),  # type: ignore[arg-type]
         UsageError,
-        "is no Machine; give sp.Machine",
+        "is not a Machine; give sp.Machine",
     ),
     "a machine of a name": (
         lambda: sp.Machine("h100-8"),  # type: ignore[arg-type]
         UsageError,
-        "'h100-8' is no Topology",
+        "'h100-8' is not a Topology",
     ),
     "a machine with another library": (lambda: sp.Machine(library="mpi"), UsageError, "'mpi'"),
     "a machine that computes nothing": (
@@ -132,12 +132,12 @@ CASES: dict[str, Case] = {
     "a rule of nothing": (
         lambda: OpShardingRule.parse(None),  # type: ignore[arg-type]
         NotationError,
-        "None is no text",
+        "None is not a str",
     ),
     "a graph of nothing": (
         lambda: Graph.parse(None),  # type: ignore[arg-type]
         NotationError,
-        "None is no text",
+        "None is not a str",
     ),
     "batches by name": (
         lambda: sp.matmul_template("1"),  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ CASES: dict[str, Case] = {
     "a number for a shape": (
         lambda: sp.rule_of("sum", [3]),  # type: ignore[list-item]
         SpecError,
-        "3 is no shape",
+        "shape 3 is not valid",
     ),
     "no device": (
         lambda: Topology([0], device="h100"),  # type: ignore[arg-type]

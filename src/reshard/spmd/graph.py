@@ -32,6 +32,7 @@ from operator import is_
 from types import MappingProxyType
 from typing import Any
 
+from reshard._validation import check_type
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import NotationError, SpecError
@@ -449,8 +450,7 @@ class Graph:
             NotationError: a line that is not an operation.
             SpecError: a graph that cannot be.
         """
-        if not isinstance(text, str):
-            raise NotationError(f"{text!r} is no text of a graph; give a str")
+        check_type(text, str, "text of a graph", "give a str", NotationError)
         lines = [line.strip() for line in text.strip().splitlines()]
         if len(lines) < 2 or not lines[-1].startswith("return"):
             raise NotationError(

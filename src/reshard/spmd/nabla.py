@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from operator import index as as_index
 from typing import Any
 
+from reshard._validation import check_type
 from reshard.errors import MeshError, SpecError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
@@ -384,8 +385,7 @@ def reshard_tensor(
     for name, given in (("from_spec", from_spec), ("to_spec", to_spec)):
         if given is None:
             continue
-        if not isinstance(given, ShardingSpec):
-            raise UsageError(f"{name} {given!r} is no sharding; give reshard.spec(mesh, 'x, -')")
+        check_type(given, ShardingSpec, name, "give reshard.spec(mesh, 'x, -')")
         if given.mesh is not mesh:
             raise MeshError(
                 f"mesh {mesh!r}, but {name} `{given}` is over {given.mesh!r}; give the mesh of the "

@@ -213,7 +213,7 @@ def test_errors(run: Any, says: str) -> None:
 
 
 def test_specs_that_are_none() -> None:
-    with pytest.raises(SpecError, match="specs of gradients with 'x', which is no sharding"):
+    with pytest.raises(SpecError, match="specs of gradients with 'x', which is not a sharding"):
         sp.grad(cubes, specs="x")(X)
 
 

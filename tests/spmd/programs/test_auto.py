@@ -200,7 +200,7 @@ def test_a_block_is_no_slower_than_by_hand(backward: bool, axes: dict[str, int])
 
 def test_what_cannot_be_chosen_is_refused() -> None:
     x = sp.abstract((8, 8))
-    with pytest.raises(UsageError, match="which is no mesh"):
+    with pytest.raises(UsageError, match="is not a DeviceMesh"):
         sp.auto(product, "x=4", x, x)
     with pytest.raises(UsageError, match="a function of arrays"):
         sp.auto(3, ONE, x, x)

@@ -184,7 +184,7 @@ def test_what_is_no_backend_is_refused(backend: Any) -> None:
 
 def test_unknown_backends_and_shards_of_numpy_are_refused() -> None:
     x, w = array((8, 6), "x, -"), array((6, 6), "-, -")
-    with pytest.raises(UsageError, match="'nothing' is no backend"):
+    with pytest.raises(UsageError, match="'nothing' is not a backend"):
         sp.jit(layers, compile="nothing")(x, w)
     with sp.running(sp.in_process("numpy")):
         arrays = (sp.array(np.ones((8, 6)), x.spec), sp.array(np.ones((6, 6)), w.spec))

@@ -184,7 +184,7 @@ def test_sizes_that_are_said_hold() -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "said"),
     [
-        (3, NotationError, "3 is no text of a sharding rule"),
+        (3, NotationError, "text of a sharding rule 3 is not a str"),
         ("[i] -> [i]", NotationError, "is not a sharding rule; write it as"),
         ("([ij]) -> ([i, j])", SpecError, "tells the size of factor i"),
         ("([i], [j], ...) -> ([i])", NotationError, "stands behind one operand"),

@@ -545,7 +545,7 @@ def test_errors_say_what_is_wrong() -> None:
     x = sp.abstract((4, 4), "float64", spec(MESH, "x, y"))
     with pytest.raises(UsageError, match="unknown strategy 'best'; it is one of eager, basic"):
         sp.trace(sp.exp, x, strategy="best")
-    with pytest.raises(UsageError, match="returned 3, which is no array"):
+    with pytest.raises(UsageError, match="returned 3, which is not an array"):
         sp.trace(lambda x: (x, 3), x)
     with pytest.raises(UsageError, match="2 arguments for the function"):
         sp.trace(lambda x: x, x, x)

@@ -103,8 +103,8 @@ def shardings_like(specs: Any, like: Any, what: str) -> list[ShardingSpec | None
     for one in found:
         if one is not None and not isinstance(one, ShardingSpec):
             raise SpecError(
-                f"{what} with {one!r}, which is no sharding; give reshard.spec(mesh, 'x, -') for "
-                "each parameter, or None for its own"
+                f"{what} with {one!r}, which is not a sharding; give reshard.spec(mesh, 'x, -') "
+                "for each parameter, or None for its own"
             )
     return found
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_type
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, SpecError, UsageError
@@ -598,8 +599,8 @@ def _read_spec(target: DeviceMesh | ShardingSpec, dims: Dims | None) -> Sharding
         return plain_spec(target)
     if not isinstance(target, DeviceMesh):
         raise UsageError(
-            f"{target!r} is no sharding and no mesh; give reshard.spec(mesh, 'x, -'), or a mesh "
-            "and a DimSpec for each dimension"
+            f"{target!r} is neither a sharding nor a mesh; give reshard.spec(mesh, 'x, -'), or a "
+            "mesh and a DimSpec for each dimension"
         )
     if dims is None:
         raise UsageError(f"a mesh alone, {target!r}; give a DimSpec for each dimension as well")
@@ -613,8 +614,7 @@ def plain_spec(spec: ShardingSpec) -> ShardingSpec:
 
     Raises SpecError for a sharding that leaves devices out, and UsageError for other values.
     """
-    if not isinstance(spec, ShardingSpec):
-        raise UsageError(f"{spec!r} is no sharding; give reshard.spec(mesh, 'x, -')")
+    check_type(spec, ShardingSpec, "sharding", "give reshard.spec(mesh, 'x, -')")
     if spec.only:
         raise SpecError(
             f"`{spec}` leaves out devices; every device computes its part of an operation, so "

@@ -448,7 +448,9 @@ def _read_shape(given: object) -> Shape:
     is_shape = isinstance(given, Sequence) and not isinstance(given, str)
     sizes = tuple(given) if is_shape and isinstance(given, Sequence) else (None,)
     if not all(hasattr(size, "__index__") and size >= 0 for size in sizes):
-        raise SpecError(f"{given!r} is no shape; give whole numbers, 0 or more, as in (4, 8)")
+        raise SpecError(
+            f"shape {given!r} is not valid; give whole numbers, 0 or more, as in (4, 8)"
+        )
     return sizes
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from reshard.errors import UsageError
 from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.core.operator import JointPullback, TapeStep
 from reshard.spmd.gradients.tape import OfElements, Tape, add_step
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, call, recorders, recording
+from reshard.spmd.shards.refusals import check_function
 
 Function = Callable[..., Any]
 
@@ -44,11 +44,7 @@ def rematerialized(function: Function) -> Function:
     >>> sp.grad(lambda w: sp.sum(layer(x, w)))(w).to_dense()[0].tolist()
     [2.0, 2.0, 2.0]
     """
-    if not callable(function):
-        raise UsageError(
-            f"sp.rematerialized of {function!r}, a {type(function).__name__}; a function of arrays "
-            "in shards was expected: @sp.rematerialized above its definition"
-        )
+    check_function("rematerialized", function, "@sp.rematerialized above its definition")
 
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:

@@ -24,6 +24,7 @@ from reshard.spmd.ops.filling import ones_like, zeros_like
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recording
 from reshard.spmd.shards.partial_sums import without_partial
+from reshard.spmd.shards.refusals import check_function
 
 Function = Callable[..., Any]
 Places = int | Sequence[int]
@@ -51,7 +52,7 @@ def vjp(function: Function, *primals: Any, has_aux: bool = False) -> Any:
     >>> pullback(sp.array([1.0, 10.0]))[0].to_dense().tolist()
     [2.0, 40.0]
     """
-    _check_function("vjp", function)
+    check_function("vjp", function, "sp.vjp(f), then its arguments")
     value, aux, pullback = _run(function, primals, has_aux, "vjp")
     return (value, pullback, aux) if has_aux else (value, pullback)
 
@@ -86,7 +87,7 @@ def value_and_grad(
     >>> float(loss), slope.to_dense().tolist()
     (10.0, [2.0, 6.0])
     """
-    _check_function("value_and_grad", function)
+    check_function("value_and_grad", function, "sp.value_and_grad(f), then its arguments")
 
     @functools.wraps(function)
     def differentiated(*arguments: Any, **options: Any) -> Any:
@@ -127,7 +128,7 @@ def grad(
     >>> slope.type, slope.to_dense()[0].tolist()
     (ArrayType(float64[4, 2], 'x, -'), [3.0, 12.0])
     """
-    _check_function("grad", function)
+    check_function("grad", function, "sp.grad(f), then its arguments")
     both = value_and_grad(function, argnums, has_aux, specs=specs)
 
     @functools.wraps(function)
@@ -136,14 +137,6 @@ def grad(
         return (gradients, value[1]) if has_aux else gradients
 
     return differentiated
-
-
-def _check_function(name: str, function: object) -> None:
-    if not callable(function):
-        raise UsageError(
-            f"sp.{name} of {function!r}, a {type(function).__name__}; a function of arrays in "
-            f"shards was expected: sp.{name}(f), then its arguments"
-        )
 
 
 def vjp_in_two(

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from reshard._validation import check_type
 from reshard.errors import MeshError, PlanError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
@@ -46,6 +47,7 @@ from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import Choices
 from reshard.spmd.propagation.strategies import shardings_from
 from reshard.spmd.shards.operation_call import unrecorded
+from reshard.spmd.shards.refusals import check_function
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.tracing.graph_recording import type_of
 from reshard.spmd.tracing.trace import Trace, check_trace_options, record_for
@@ -149,13 +151,8 @@ def auto(
     >>> print(*found.specs, sep="; ")
     x, -; -, -
     """
-    if not callable(function):
-        raise UsageError(
-            f"sp.auto of {function!r}, a {type(function).__name__}; a function of arrays in shards "
-            "was expected: sp.auto(f, mesh, x)"
-        )
-    if not isinstance(mesh, DeviceMesh):
-        raise UsageError(f"sp.auto over {mesh!r}, which is no mesh; give DeviceMesh.of(dp=2, tp=4)")
+    check_function("auto", function, "sp.auto(f, mesh, x)")
+    check_type(mesh, DeviceMesh, "mesh", "give DeviceMesh.of(dp=2, tp=4)")
     check_trace_options("cost", topology, library)
     check_limit(live_bytes)
     check_overlap(overlap)

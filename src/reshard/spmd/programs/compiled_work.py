@@ -40,7 +40,7 @@ def compiler(backend: bool | str, runner: Runner) -> Compile:
     name = backend if isinstance(backend, str) else "inductor"
     known = torch.compiler.list_backends(())
     if name not in known:
-        raise UsageError(f"compile={backend!r} is no backend; it is True or one of {known}")
+        raise UsageError(f"compile={backend!r} is not a backend; it is True or one of {known}")
 
     def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
         found: Callable[..., Any] = torch.compile(

@@ -32,6 +32,7 @@ from reshard.spmd.shards.abstract_values import abstract_values
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.partial_sums import settled
+from reshard.spmd.shards.refusals import check_function
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.abstract_runner import AbstractRunner, AbstractShard
 from reshard.spmd.tracing.graph_recording import (
@@ -76,11 +77,7 @@ def eagerly(function: Function) -> Function:
     >>> sp.jit(experts)(x, sp.array([1, 0]), matrices).to_dense().tolist()
     [[100.0], [20.0]]
     """
-    if not callable(function):
-        raise UsageError(
-            f"sp.eagerly of {function!r}, a {type(function).__name__}; a function of arrays in "
-            "shards was expected: @sp.eagerly above its definition"
-        )
+    check_function("eagerly", function, "@sp.eagerly above its definition")
 
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:

@@ -36,6 +36,7 @@ from reshard.spmd.programs.recomputation import recomputed
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.operation_call import recorders, unrecorded
+from reshard.spmd.shards.refusals import check_function
 from reshard.spmd.shards.runner import runner_for
 from reshard.spmd.tracing.estimates import with_memory
 from reshard.spmd.tracing.graph_recording import listening_recorder, type_of
@@ -190,11 +191,7 @@ def jit(
     >>> norm(sp.array([3.0, 4.0])).to_dense().tolist()
     [0.6, 0.8]
     """
-    if not callable(function):
-        raise UsageError(
-            f"sp.jit of {function!r}, a {type(function).__name__}; a function of arrays in shards "
-            "was expected: sp.jit(f), or @sp.jit above its definition"
-        )
+    check_function("jit", function, "sp.jit(f), or @sp.jit above its definition")
     check_trace_options(strategy, topology, library)
     check_limit(live_bytes)
     check_overlap(overlap)

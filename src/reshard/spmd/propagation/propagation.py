@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from reshard._validation import check_type
 from reshard.errors import SpecError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
@@ -132,8 +133,7 @@ def propagate(
     (ShardingSpec(DeviceMesh(a=2,b=2), 'a ?, b ?'),)
     """
     merge = merge_of(strategy)
-    if not isinstance(rule, OpShardingRule):
-        raise SpecError(f"{rule!r} is no rule; give OpShardingRule.parse(text)")
+    check_type(rule, OpShardingRule, "rule", "give OpShardingRule.parse(text)", SpecError)
     known = [*operands, *results]
     for spec in known:
         _check_sharding(spec)
@@ -188,8 +188,7 @@ def propagate_by_rules(
     Arguments and errors are those of `propagate_graph`, which has the strategy "cost" as well.
     """
     merge = merge_of(strategy)
-    if not isinstance(graph, Graph):
-        raise SpecError(f"{graph!r} is no graph; give a Graph, as of Graph.parse or sp.trace")
+    check_type(graph, Graph, "graph", "give Graph.parse(text), or sp.trace(f, x).graph", SpecError)
     # 1. Read and check what is given.
     asked = _read_mapping(outputs or {}, "outputs")
     annotations = _read_mapping(annotations, "annotations")
@@ -344,13 +343,13 @@ def _check_ranks(known: Known, rule: OpShardingRule) -> None:
 
 def _read_mapping(given: object, name: str) -> dict[int, ShardingSpec]:
     if not isinstance(given, Mapping):
-        raise SpecError(f"{name} {given!r} are no shardings by number; give {{0: spec, ...}}")
+        raise SpecError(f"{name} {given!r} must be shardings by number; give {{0: spec, ...}}")
     return dict(given)
 
 
 def _check_sharding(spec: object) -> None:
-    if spec is not None and not isinstance(spec, ShardingSpec):
-        raise SpecError(f"{spec!r} is no sharding; give reshard.spec(mesh, 'x, -')")
+    if spec is not None:
+        check_type(spec, ShardingSpec, "sharding", "give reshard.spec(mesh, 'x, -')", SpecError)
 
 
 def _check_annotations(
@@ -358,7 +357,9 @@ def _check_annotations(
 ) -> None:
     for key, spec in itertools.chain(annotations.items(), outputs.items()):
         if not isinstance(key, int) or spec is None:
-            raise SpecError(f"{key!r}: {spec!r} is no sharding by number; give {{0: spec, ...}}")
+            raise SpecError(
+                f"{key!r}: {spec!r} must be a sharding by number; give {{0: spec, ...}}"
+            )
         _check_sharding(spec)
     for number, spec in annotations.items():
         if not 0 <= number < len(graph.values):

@@ -26,6 +26,7 @@ from functools import cached_property
 from typing import Any
 
 from reshard._interning import Interned
+from reshard._validation import check_type
 from reshard.errors import NotationError, SpecError
 from reshard.layout import REDUCTIONS
 
@@ -219,8 +220,7 @@ class OpShardingRule(Interned):
         >>> OpShardingRule.parse("([i, j]) -> ([i]) {i=4, j=3} reduction={j:max}")
         OpShardingRule('([i, j]) -> ([i]) {i=4, j=3} reduction={j:max}')
         """
-        if not isinstance(text, str):
-            raise NotationError(f"{text!r} is no text of a sharding rule; give a str")
+        check_type(text, str, "text of a sharding rule", "give a str", NotationError)
         # 1. The parts of the text: operands, results, sizes, and then the kinds.
         found = re.fullmatch(
             r"\s*\((?P<operands>[^()]*)\)\s*->\s*\((?P<results>[^()]*)\)"

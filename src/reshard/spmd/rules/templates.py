@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 
+from reshard._validation import check_type
 from reshard.errors import NotationError, SpecError
 from reshard.layout import REDUCTIONS
 from reshard.spmd.rules.sharding_rule import FACTOR_NAME, Mapping, OpShardingRule, factor_names
@@ -68,8 +69,7 @@ class Template:
         >>> print(Template.parse("([i]) -> ([i, j]) {j=3}").rule((4,)))
         ([i]) -> ([i, j]) {i=4, j=3}
         """
-        if not isinstance(text, str):
-            raise NotationError(f"{text!r} is no text of a sharding rule; give a str")
+        check_type(text, str, "text of a sharding rule", "give a str", NotationError)
         # 1. The sizes in the text; the text of a rule needs a size for every factor.
         found = re.fullmatch(
             r"\s*(?P<operands>\([^()]*\))\s*->\s*(?P<results>\([^()]*\))"

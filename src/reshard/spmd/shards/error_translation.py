@@ -17,6 +17,15 @@ REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)
 """The errors that libraries raise for elements or shapes that they do not support."""
 
 
+def check_function(name: str, function: object, use: str) -> None:
+    """Raise UsageError unless the argument of `sp.name` is a function; `use` is how to pass one."""
+    if not callable(function):
+        raise UsageError(
+            f"sp.{name} of {function!r}, a {type(function).__name__}; a function of arrays in "
+            f"shards was expected: {use}"
+        )
+
+
 def refuse_traced(asked: str, value: object) -> None:
     """Raise UsageError for a value that JAX traces in `jax.grad` or `jax.jit`."""
     for kind in type(value).__mro__:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_type
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
@@ -52,9 +53,11 @@ def abstract(
     """
     sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     if not all(isinstance(size, int | np.integer) and size >= 0 for size in sizes):
-        raise UsageError(f"{shape!r} is no shape; give whole numbers, 0 or more, as in (64, 32)")
-    if spec is not None and not isinstance(spec, ShardingSpec):
-        raise UsageError(f"{spec!r} is no sharding; give reshard.spec(mesh, 'x, -')")
+        raise UsageError(
+            f"shape {shape!r} is not valid; give whole numbers, 0 or more, as in (64, 32)"
+        )
+    if spec is not None:
+        check_type(spec, ShardingSpec, "sharding", "give reshard.spec(mesh, 'x, -')")
     return ArrayType(sizes, as_dtype(dtype), spec)
 
 
@@ -315,7 +318,7 @@ def record(
         if has_others:
             return leaf
         raise UsageError(
-            f"the function returned {leaf!r}, which is no array in shards; return arrays, or "
+            f"the function returned {leaf!r}, which is not an array in shards; return arrays, or "
             "lists, tuples and dictionaries of them"
         )
 

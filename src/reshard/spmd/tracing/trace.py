@@ -17,13 +17,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.cost.formulas import check_library
 from reshard.errors import ShardError, UsageError
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.operator import find_operator
 from reshard.spmd.graph import WITH_SHARDING, BodyCosts, Graph, Operation, Spec
+from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.strategies import assign_shardings, ranks_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, Recorder, call, recording
@@ -314,12 +314,8 @@ def _find_moved_again(graph: Graph, arguments: Sequence[Any]) -> list[int]:
 
 def check_trace_options(strategy: str, topology: Topology | None, library: str) -> None:
     """Raise UsageError for an unknown strategy or library, or an invalid topology."""
-    if topology is not None and not isinstance(topology, Topology):
-        raise UsageError(
-            f"{topology!r} is no Topology; give one, such as "
-            'reshard.cost.load_preset("h100-8").topology()'
-        )
-    check_library(library)
+    # A machine checks both.
+    Machine(topology, library)
     if strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}")
 

@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_type
 from reshard.cost.estimate import collective_cost
 from reshard.cost.formulas import check_library
 from reshard.cost.preset import load_preset
@@ -197,11 +198,9 @@ class Machine:
     memory_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.topology is not None and not isinstance(self.topology, Topology):
-            raise UsageError(
-                f"{self.topology!r} is no Topology; give one, such as "
-                'reshard.cost.load_preset("h100-8").topology()'
-            )
+        if self.topology is not None:
+            hint = 'give reshard.cost.load_preset("h100-8").topology()'
+            check_type(self.topology, Topology, "topology", hint)
         check_library(self.library)
         for name in ("operations_per_s", "memory_bytes_per_s"):
             value = getattr(self, name)

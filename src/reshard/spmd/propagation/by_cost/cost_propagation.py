@@ -36,7 +36,7 @@ from dataclasses import replace
 import numpy as np
 
 from reshard._contexts import pause_gc
-from reshard.errors import UsageError
+from reshard._validation import check_type
 from reshard.sharding import ShardingSpec
 from reshard.spmd.graph import Graph
 from reshard.spmd.propagation.axes import AxisTable
@@ -180,8 +180,7 @@ def propagate_by_cost(
     (True, 'x, -')
     """
     machine = Machine() if machine is None else machine
-    if not isinstance(machine, Machine):
-        raise UsageError(f"{machine!r} is no Machine; give sp.Machine(topology)")
+    check_type(machine, Machine, "machine", "give sp.Machine(topology)")
     # 1. The results of the other strategies: candidates, starting points, and a comparison.
     bases = [
         propagate_by_rules(graph, annotations, outputs=outputs, strategy=strategy)

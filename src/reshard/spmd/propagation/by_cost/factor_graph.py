@@ -542,32 +542,6 @@ class _Window(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Known:
-    """Caches of a sum, shared with sums in which some of the tables are replaced.
-
-    Tables are identified by their arrays, so all of them are kept.
-    """
-
-    costs: dict[object, FloatArray] = field(default_factory=dict)
-    least: dict[object, int] = field(default_factory=dict)
-    windows: dict[object, tuple[int, ...]] = field(default_factory=dict)
-    joined: KnownTables = field(default_factory=dict)
-    orders: dict[tuple[int, bool], list[EliminationStep] | None] = field(default_factory=dict)
-    fitting: dict[int, list[_Window]] = field(default_factory=dict)
-    slices: dict[object, FloatArray] = field(default_factory=dict)
-    beside: dict[tuple[int, ...], dict[int, list[int]]] = field(default_factory=dict)
-    # Where descent ended, and inner variables of it: with which tables.
-    ends: dict[tuple[tuple[int, ...], tuple[int, ...]], list[CostTable]] = field(
-        default_factory=dict
-    )
-    _kept: dict[int, FloatArray] = field(default_factory=dict)
-
-    def keep(self, tables: Iterable[CostTable]) -> None:
-        """Tables by which something may be known."""
-        self._kept.update((id(one.seconds_s), one.seconds_s) for one in tables)
-
-
-@dataclass(slots=True)
 class CostSum:
     """A sum of tables.
 
@@ -584,11 +558,26 @@ class CostSum:
     choices: tuple[int, ...]
     tables: list[CostTable]
     _of: list[list[int]] = field(init=False)
-    _known: _Known = field(init=False)
+    # Caches, which sums with some of the tables replaced share. Tables are identified by their
+    # arrays, so all of them are kept.
+    _kept: dict[int, FloatArray] = field(init=False, default_factory=dict)
+    _costs: dict[object, FloatArray] = field(init=False, default_factory=dict)
+    _least: dict[object, int] = field(init=False, default_factory=dict)
+    _windows: dict[object, tuple[int, ...]] = field(init=False, default_factory=dict)
+    _joined: KnownTables = field(init=False, default_factory=dict)
+    _orders: dict[tuple[int, bool], list[EliminationStep] | None] = field(
+        init=False, default_factory=dict
+    )
+    _fitting: dict[int, list[_Window]] = field(init=False, default_factory=dict)
+    _slices: dict[object, FloatArray] = field(init=False, default_factory=dict)
+    _beside: dict[tuple[int, ...], dict[int, list[int]]] = field(init=False, default_factory=dict)
+    # Where descent ended, and inner variables of it: with which tables.
+    _ends: dict[tuple[tuple[int, ...], tuple[int, ...]], list[CostTable]] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
-        self._known = _Known()
-        self._known.keep(self.tables)
+        self._keep(self.tables)
         self._of = [[] for _ in self.choices]
         for number, table in enumerate(self.tables):
             for variable in table.variables:
@@ -598,8 +587,11 @@ class CostSum:
         """Return the sum with other tables of the same variables."""
         found = copy(self)
         found.tables = tables
-        self._known.keep(tables)
+        self._keep(tables)
         return found
+
+    def _keep(self, tables: Iterable[CostTable]) -> None:
+        self._kept.update((id(one.seconds_s), one.seconds_s) for one in tables)
 
     def value(self, chosen: Sequence[int]) -> float:
         """Return the sum for choices of all variables."""
@@ -669,13 +661,13 @@ class CostSum:
 
         """
         key = largest, apart
-        if key not in self._known.orders:
+        if key not in self._orders:
             scopes = [one.variables for one in self.tables]
-            self._known.orders[key] = find_order(self.choices, scopes, largest, apart=apart)
-        order = self._known.orders[key]
+            self._orders[key] = find_order(self.choices, scopes, largest, apart=apart)
+        order = self._orders[key]
         if order is None:
             return None
-        return take_out(order, self.tables, self.choices, self._known.joined)
+        return take_out(order, self.tables, self.choices, self._joined)
 
     def descended(
         self, start: Sequence[int], inner: Sequence[int] = (), sweeps: int = 12
@@ -690,7 +682,7 @@ class CostSum:
         """
         chosen = list(start)
         # Where another sum with most of these tables ended, only what the others change is new.
-        ended = self._known.ends.get((tuple(start), tuple(inner))) if sweeps else None
+        ended = self._ends.get((tuple(start), tuple(inner))) if sweeps else None
         near: Collection[int] = range(len(chosen))
         if ended is not None:
             pairs = zip(self.tables, ended, strict=True)
@@ -715,7 +707,7 @@ class CostSum:
                     waiting.update(self._find_near((variable, *beside[variable])) & beside.keys())
                     waiting.discard(variable)
             if not waiting:
-                self._known.ends[tuple(chosen), tuple(inner)] = self.tables
+                self._ends[tuple(chosen), tuple(inner)] = self.tables
                 break
         return tuple(chosen)
 
@@ -743,9 +735,9 @@ class CostSum:
 
     def _find_windows(self, largest: int) -> list[_Window]:
         """Windows of all variables but a few, others in each."""
-        found = self._known.fitting.get(largest)
+        found = self._fitting.get(largest)
         if found is None:
-            found = self._known.fitting[largest] = []
+            found = self._fitting[largest] = []
             outside: set[int] = set()
             for _ in range(WINDOWS):
                 window = self._find_window(largest, outside)
@@ -783,7 +775,7 @@ class CostSum:
     def _solve_window(self, window: _Window, chosen: tuple[int, ...]) -> tuple[int, ...]:
         """Return the best choices of a window's variables, all others being chosen."""
         tables = []
-        slices = self._known.slices
+        slices = self._slices
         for number, own, axes in zip(window.numbers, window.scopes, window.axes, strict=True):
             variables, seconds_s = self.tables[number]
             if axes:
@@ -802,11 +794,11 @@ class CostSum:
             tables.append(CostTable(own, seconds_s))
         before = tuple([chosen[v] for v in window.variables])
         key = (window.variables, *[id(seconds_s) for _, seconds_s in tables])
-        found = self._known.windows.get(key)
+        found = self._windows.get(key)
         if found is None:
             choices = [self.choices[v] for v in window.variables]
-            taken = take_out(window.order, tables, choices, self._known.joined)
-            found = self._known.windows[key] = read_off(taken, choices)
+            taken = take_out(window.order, tables, choices, self._joined)
+            found = self._windows[key] = read_off(taken, choices)
         if found == before or _add_up(tables, found) >= _add_up(tables, before):
             return chosen
         changed = list(chosen)
@@ -821,20 +813,20 @@ class CostSum:
 
     def _find_beside(self, inner: tuple[int, ...]) -> dict[int, list[int]]:
         """Return the inner variables that each of the others shares a table with."""
-        found = self._known.beside.get(inner)
+        found = self._beside.get(inner)
         if found is None:
             known = set(inner)
             outer = [v for v, count in enumerate(self.choices) if count > 1 and v not in known]
             found = {v: sorted(self._find_near((v,)) & known) for v in outer}
-            self._known.beside[inner] = found
+            self._beside[inner] = found
         return found
 
     def _find_least(self, variable: int, chosen: Sequence[int]) -> int:
         """Return the best choice of a variable, all others being chosen."""
         key = (self.choices[variable], *self._read_keys(variable, (variable,), chosen))
-        found = self._known.least.get(key)
+        found = self._least.get(key)
         if found is None:
-            found = self._known.least[key] = int(self._sum_costs(variable, chosen).argmin())
+            found = self._least[key] = int(self._sum_costs(variable, chosen).argmin())
         return found
 
     def _sum_costs(
@@ -847,7 +839,7 @@ class CostSum:
             chosen: the choices of the others.
             inner: adjacent ones that take their best choice each time.
         """
-        known = self._known.costs
+        known = self._costs
         keys = [tuple(self._read_keys(variable, (variable, *inner), chosen))]
         keys += [tuple(self._read_keys(other, (variable, other), chosen)) for other in inner]
         key = (self.choices[variable], *keys)
