@@ -33,7 +33,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -158,7 +158,7 @@ class DimSpec(Interned):
     def __reduce__(self) -> tuple[Any, ...]:
         return (DimSpec, (self.levels, self.is_open, self.priority))
 
-    @property
+    @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """The axes of all levels, major to minor."""
         return tuple(itertools.chain.from_iterable(level.axes for level in self.levels))

@@ -41,6 +41,7 @@ from reshard.spmd.rules.sharding_rule import OpShardingRule
 Shape = tuple[int, ...]
 Specs = tuple[ShardingSpec, ...]
 Cuts = dict[int, DimSpec]
+_WHOLE = DimSpec()
 
 
 class Alignment(NamedTuple):
@@ -172,6 +173,8 @@ def _find_dim(factors: Sequence[int], cuts: Cuts) -> DimSpec:
     # `_propose` gives factors of a dimension of several no other cut.
     if len(found) == 1:
         return found[0]
+    if not found:
+        return _WHOLE
     return DimSpec([axis for one in found for axis in one.axes])
 
 
@@ -293,7 +296,11 @@ def _propose(
     if not factors:
         return {}
     if len(factors) == 1 and factors[0] not in compound:
-        return {factors[0]: DimSpec(dim.levels)} if _is_exact(dim, mesh, rule, factors[0]) else {}
+        if not _is_exact(dim, mesh, rule, factors[0]):
+            return {}
+        # Propagation's marks are not for where elements are.
+        is_plain = not (dim.is_open or dim.priority)
+        return {factors[0]: dim if is_plain else DimSpec(dim.levels)}
     # A level with a special rule cannot be split among factors.
     if any(not level.rule.is_default for level in dim.levels):
         return {}
@@ -337,6 +344,8 @@ def _without_major(rule: OpShardingRule, mesh: DeviceMesh, cuts: Cuts) -> list[i
     found = []
     for mapping in rule.tensors:
         for dim in mapping:
+            if len(dim) < 2:
+                continue
             # Whether all more major factors of the dimension are split into single indices.
             is_whole = True
             for factor in dim:
