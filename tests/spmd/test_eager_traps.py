@@ -449,7 +449,7 @@ def test_sums_of_unsigned_numbers(library: str) -> None:
 
 
 def test_what_is_no_sharding_is_said() -> None:
-    with pytest.raises(UsageError, match="is not a ShardingSpec"):
+    with pytest.raises(UsageError, match="is neither a sharding nor a mesh"):
         sp.array(A, "x, y")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="as text"):
         sp.array(A).shard(MESH, "x, y")
