@@ -8,12 +8,12 @@ outputs. Its text is complete enough to be parsed::
     %3: float32[4] = sum(%2; axis=1) ([i, j]) -> ([i]) {i=4, j=16} reduction={j}
     return %3, %2
 
-Passes take a graph and return a graph. What a pass decides is recorded in the graph:
+Passes take a graph and return a graph. A pass records its decisions in the graph:
 
     record              a function's graph, with the shardings that it asks for
-    simplified          duplicate and unused operations are removed
+    simplify            duplicate and unused operations are removed
     assign_shardings    every value has the sharding that a strategy chooses
-    recomputed          values are computed again to satisfy a memory limit
+    recompute           values are computed again to satisfy a memory limit
     insert_reshards     all reshards are operations
     decompose           products are split into pieces that overlap with their reshards
 

@@ -42,7 +42,7 @@ from reshard.spmd.programs.input_search import (
 )
 from reshard.spmd.programs.jit import JittedFunction, check_limit, read_places
 from reshard.spmd.programs.overlap import check_overlap
-from reshard.spmd.programs.simplification import simplified
+from reshard.spmd.programs.simplification import simplify
 from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import Choices
 from reshard.spmd.propagation.strategies import shardings_from
@@ -223,7 +223,7 @@ class _Choosing:
         self._is_free = [kind.spec is None for kind in arrays]
         whole = self._fill(replicated(mesh, kind.ndim) for kind in arrays if kind.spec is None)
         with unrecorded():
-            graph = simplified(record_for("cost", function, whole, has_others=True))
+            graph = simplify(record_for("cost", function, whole, has_others=True))
         self._check_meshes(graph.meshes)
         self._graph = graph
         self._search = self._begin(graph, machine)

@@ -32,8 +32,8 @@ from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import Graph, Shardings
 from reshard.spmd.programs.overlap import check_overlap, overlapped
 from reshard.spmd.programs.program import Program
-from reshard.spmd.programs.recomputation import recomputed
-from reshard.spmd.programs.simplification import simplified
+from reshard.spmd.programs.recomputation import recompute
+from reshard.spmd.programs.simplification import simplify
 from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.operation_call import recorders, unrecorded
 from reshard.spmd.shards.refusals import check_function
@@ -92,7 +92,7 @@ def trace_within(
     if fitting:
         return min(fitting, key=lambda one: one.moved_bytes)
     for one in (first, *sorted(others, key=_peak)):
-        again = recomputed(one, limit, library)
+        again = recompute(one, limit, library)
         if again is not None and _peak(finished := finish(again)) <= limit:
             return finished
     raise PlanError(_describe(name, asked, placed, limit))
@@ -354,7 +354,7 @@ class JittedFunction:
 
             given = (*arguments, options)
         with unrecorded():
-            return simplified(record_for(strategy, function, given, has_others=True))
+            return simplify(record_for(strategy, function, given, has_others=True))
 
     def _place(self, graph: Graph, strategy: str) -> Graph:
         """Assign the shardings of a strategy, or those of "cost" that are known."""

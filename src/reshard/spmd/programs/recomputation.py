@@ -36,7 +36,7 @@ class _PlacedUse:
     results: tuple[int, ...]
 
 
-def recomputed(traced: Trace, limit: int, library: str) -> Trace | None:
+def recompute(traced: Trace, limit: int, library: str) -> Trace | None:
     """Return the trace of the function with values computed again so that a limit is kept.
 
     Args:

@@ -23,7 +23,7 @@ from reshard.spmd.arrays.argument_tree import replaced
 from reshard.spmd.graph import Graph, Operation, Value
 
 
-def simplified(graph: Graph) -> Graph:
+def simplify(graph: Graph) -> Graph:
     """Merge duplicate operations and remove unused ones.
 
     >>> from reshard.spmd.ops.elementwise import exp
@@ -31,7 +31,7 @@ def simplified(graph: Graph) -> Graph:
     >>> def twice(x):
     ...     exp(x * 3)
     ...     return exp(x) + exp(x)
-    >>> print(simplified(record(twice, [abstract((4,))])))
+    >>> print(simplify(record(twice, [abstract((4,))])))
     %0: float32[4]
     %1: float32[4] = exp(%0) ([i]) -> ([i]) {i=4}
     %2: float32[4] = add(%1, %1) ([i], [i]) -> ([i]) {i=4}

@@ -17,7 +17,7 @@ from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import BodyCosts, Graph, Spec
 from reshard.spmd.programs.program import Program
-from reshard.spmd.programs.simplification import simplified
+from reshard.spmd.programs.simplification import simplify
 from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import unrecorded
@@ -47,7 +47,7 @@ class TracedFunction:
         self, function: Function, arguments: Sequence[Any], recorder: GraphRecorder
     ) -> None:
         with unrecorded():
-            found = simplified(record(function, arguments, True, recorder.runner))
+            found = simplify(record(function, arguments, True, recorder.runner))
         self.captured = tuple(x for x in found.constants.values() if isinstance(x, ArrayValue))
         numbers = {n: x for n, x in found.constants.items() if not isinstance(x, ArrayValue)}
         self._graph = replace(found, constants=MappingProxyType(numbers), is_checked=True)

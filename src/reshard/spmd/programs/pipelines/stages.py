@@ -40,7 +40,7 @@ from reshard.spmd.ops.filling import full_like
 from reshard.spmd.programs.jit import read_kind
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
 from reshard.spmd.programs.program import Program
-from reshard.spmd.programs.simplification import simplified
+from reshard.spmd.programs.simplification import simplify
 from reshard.spmd.programs.traced_function import as_abstract
 from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.array_value import ArrayValue
@@ -159,7 +159,7 @@ class RecordedStage:
             if known:
                 count = len(self.gradient_numbers)
                 donated += range(len(part.inputs), len(part.inputs) + count)
-            graph = assign_shardings(simplified(self.graph_of(part, known)), "eager")
+            graph = assign_shardings(simplify(self.graph_of(part, known)), "eager")
             found = self._programs[place, known] = Program(graph), donated
         return found
 
