@@ -14,7 +14,7 @@ from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.errors import UsageError
 from reshard.spmd.programs.decomposition import decompose
-from reshard.spmd.programs.overlap import overlapped, with_overlap
+from reshard.spmd.programs.overlap import estimate_overlap, overlapped
 from reshard.spmd.tracing.trace import Trace
 from reshard.topology import Device, Link, Topology
 from spmd.traced_functions import FUNCTIONS, MESH, Traced
@@ -167,7 +167,7 @@ def test_pieces_of_even_sizes_are_found_among_them() -> None:
 def test_the_model_decides(name: str) -> None:
     case = CASES[name]
     traced, _ = traced_of(case, topology=machine())
-    whole, found = with_overlap(traced, 1, "nccl"), overlapped(traced, 1, "nccl")
+    whole, found = estimate_overlap(traced, 1, "nccl"), overlapped(traced, 1, "nccl")
     assert found.overlapped_s is not None and whole.overlapped_s is not None
     # Never slower; where products are all there is, quicker.
     assert found.overlapped_s <= whole.overlapped_s
@@ -234,7 +234,7 @@ def arguments() -> tuple[list[Any], Any]:
 @pytest.mark.parametrize("case", FUNCTIONS, ids=lambda case: case.name)
 def test_steps_hold_no_more_than_operations(case: Traced, strategy: str) -> None:
     traced = sp.jit(case.function, strategy=strategy).trace(*case.types())
-    by_steps = with_overlap(traced, 0, "nccl")
+    by_steps = estimate_overlap(traced, 0, "nccl")
     for rank, size in by_steps.peak_bytes.items():
         # Operands that move are freed when they are read, not when all of the operation is done.
         assert 0.7 * traced.peak_bytes[rank] <= size <= traced.peak_bytes[rank]

@@ -38,7 +38,7 @@ from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.operation_call import recorders, unrecorded
 from reshard.spmd.shards.refusals import check_function
 from reshard.spmd.shards.runner import runner_for
-from reshard.spmd.tracing.estimates import with_memory
+from reshard.spmd.tracing.estimates import count_memory
 from reshard.spmd.tracing.graph_recording import listening_recorder, type_of
 from reshard.spmd.tracing.trace import (
     STRATEGIES,
@@ -331,7 +331,7 @@ class JittedFunction:
             if not donated or any(one.may_stop for one in traced.operations):
                 return traced
             ranks, operations = traced.ranks, traced.operations
-            counted = with_memory(graph, traced.inputs, operations, ranks, donated)
+            counted = count_memory(graph, traced.inputs, operations, ranks, donated)
             return replace(traced, operations=counted)
 
         if self._live_bytes is None:

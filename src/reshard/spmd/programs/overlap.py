@@ -28,7 +28,8 @@ from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.estimates import (
     InsertedReshard,
     TracedOperation,
-    extra_bytes_of,
+    count_extra,
+    count_held,
     held_bytes,
 )
 from reshard.spmd.tracing.trace import Trace, interpret
@@ -43,7 +44,9 @@ def check_overlap(overlap: Any) -> None:
         )
 
 
-def with_overlap(traced: Trace, overlap: int, library: str, donated: Sequence[int] = ()) -> Trace:
+def estimate_overlap(
+    traced: Trace, overlap: int, library: str, donated: Sequence[int] = ()
+) -> Trace:
     """Estimate the memory and the time of a trace with overlap.
 
     Args:
@@ -63,22 +66,23 @@ def with_overlap(traced: Trace, overlap: int, library: str, donated: Sequence[in
     order = preparation.order(graph.outputs, overlap)
     gone = () if preparation.may_stop else donated
     inputs = preparation.registers([n for n in kinds if n not in gone])
-    operations = _with_memory(traced, preparation, order, inputs)
+    operations = _count_memory(traced, preparation, order, inputs)
     if traced.topology is None:
         return replace(traced, operations=operations)
     overlapped_s = _count_seconds(traced, preparation.steps, order, library)
     return replace(traced, operations=operations, overlapped_s=overlapped_s)
 
 
-def _with_memory(
+def _count_memory(
     traced: Trace, preparation: Preparation, order: Sequence[Action], inputs: Sequence[int]
 ) -> tuple[TracedOperation, ...]:
     ranks, steps = traced.ranks, preparation.steps
+    # The caller keeps the arguments.
+    kept = set(inputs)
     sizes = {
-        register: np.array(held_bytes([kind], ranks))
+        register: count_held(kind, ranks)
         for register, kind in preparation.kinds.items()
-        # The caller keeps the arguments.
-        if register not in set(inputs)
+        if register not in kept
     }
     held: IntArray = np.array(held_bytes(traced.inputs, ranks))
     found: list[tuple[IntArray, IntArray] | None] = [None] * len(traced.operations)
@@ -88,7 +92,7 @@ def _with_memory(
         before, extra = held, np.zeros_like(held)
         if one.moved is not None:
             moved = InsertedReshard(0, *one.moved)
-            extra = np.array(extra_bytes_of(moved, ranks))
+            extra = count_extra(moved, ranks)
         elif one.makes:
             # A function holds more within, before its results are there.
             within = traced.operations[one.operation].within
@@ -155,13 +159,13 @@ def overlapped(
 ) -> Trace:
     """Estimate a trace with overlap, and its products in pieces if that is faster.
 
-    Args: those of `with_overlap`, and the most that a rank may hold.
+    Args: those of `estimate_overlap`, and the most that a rank may hold.
     """
-    whole = with_overlap(traced, overlap, library, donated)
+    whole = estimate_overlap(traced, overlap, library, donated)
     in_pieces = decompose(traced, library)
     if in_pieces is None or whole.overlapped_s is None:
         return whole
-    found = with_overlap(in_pieces, overlap, library, donated)
+    found = estimate_overlap(in_pieces, overlap, library, donated)
     fits = live_bytes is None or max(found.peak_bytes.values()) <= live_bytes
     is_quicker = found.overlapped_s is not None and found.overlapped_s < whole.overlapped_s
     return found if fits and is_quicker else whole

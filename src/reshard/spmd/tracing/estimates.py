@@ -175,7 +175,7 @@ Ranks = tuple[int, ...]
 Shape = tuple[int, ...]
 
 
-def with_compute(
+def estimate_compute(
     operations: Sequence[TracedOperation], ranks: Ranks, device: Device
 ) -> tuple[TracedOperation, ...]:
     """Return the operations with the seconds that each rank computes at each.
@@ -281,7 +281,7 @@ def _find_shape(kind: ArrayType, rank: int) -> Shape:
     return (-(-math.prod(here) // max(row, 1)), *kind.shape[1:])
 
 
-def with_memory(
+def count_memory(
     graph: Graph,
     inputs: Iterable[ArrayType | None],
     operations: Sequence[TracedOperation],
@@ -304,7 +304,7 @@ def with_memory(
     memory = _LiveMemory(operations, ranks)
     for number, kind in zip(graph.inputs, inputs, strict=True):
         if kind is not None:
-            memory.hold(number, _count_held(kind, ranks))
+            memory.hold(number, count_held(kind, ranks))
     found = []
     for place, one in enumerate(operations):
         meanwhile, after = _count_around(one, ranks)
@@ -376,7 +376,7 @@ class _LiveMemory:
         for each in moved:
             kept = self._find_kept(each, one.operation.operands[0] if lays_out else each.value)
             if self._last.get(kept, place) > place:
-                self.hold(kept, _count_held(each.result, self._ranks))
+                self.hold(kept, count_held(each.result, self._ranks))
         if lays_out:
             self._lay_out(one, moved)
         else:
@@ -392,7 +392,7 @@ class _LiveMemory:
         # The last move is the result, and may be kept for other operations as well.
         there = [self._find_kept(each, operand) for each in (*one.reused, *moved)]
         if moved and there[-1] not in self._of:
-            self.hold(result, _count_held(moved[-1].result, self._ranks))
+            self.hold(result, count_held(moved[-1].result, self._ranks))
             return
         self._of[result] = memory = self._of[there[-1] if there else operand]
         self._holders[memory] += 1
@@ -416,7 +416,7 @@ def _find_last_reads(graph: Graph, inputs: Iterable[int]) -> list[tuple[int, int
 def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ...]:
     """The bytes of arrays of these types on each rank; None is a number, which takes nothing."""
     nothing = np.zeros(len(ranks), dtype=np.int64)
-    held = sum((_count_held(kind, ranks) for kind in kinds if kind is not None), nothing)
+    held = sum((count_held(kind, ranks) for kind in kinds if kind is not None), nothing)
     return tuple(held.tolist())
 
 
@@ -425,20 +425,20 @@ def _count_around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[In
     # `extra` grows with every array that stays until the operation is done; `most` is its peak.
     most = extra = np.zeros(len(ranks), dtype=np.int64)
     for reshard in one.before:
-        extra = extra + _count_held(reshard.result, ranks)
-        most = np.maximum(most, extra + _count_extra_bytes(reshard, ranks))
-    made = [_count_held(kind, ranks) for kind in one.computed]
+        extra = extra + count_held(reshard.result, ranks)
+        most = np.maximum(most, extra + count_extra(reshard, ranks))
+    made = [count_held(kind, ranks) for kind in one.computed]
     if one.operation.operator != WITH_SHARDING:
         extra = extra + sum(made)
         most = np.maximum(most, extra)
     for reshard in one.after:
-        extra = extra + _count_held(reshard.result, ranks)
-        most = np.maximum(most, extra + _count_extra_bytes(reshard, ranks))
-    after = [_count_held(kind, ranks) for kind in one.results]
+        extra = extra + count_held(reshard.result, ranks)
+        most = np.maximum(most, extra + count_extra(reshard, ranks))
+    after = [count_held(kind, ranks) for kind in one.results]
     # A body needs its moved operands in addition to its own memory.
     within = np.array([one.within.held_by(rank) for rank in ranks], dtype=np.int64)
     for reshard in one.before:
-        within = within + _count_held(reshard.result, ranks)
+        within = within + count_held(reshard.result, ranks)
     most = np.maximum(most, within)
     if one.operation.operator == WITH_SHARDING:
         return most, after
@@ -447,8 +447,8 @@ def _count_around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[In
 
 
 @lru_cache(maxsize=4096)
-def _count_held(kind: ArrayType, ranks: Ranks) -> IntArray:
-    """Bytes of an array's shard on each rank."""
+def count_held(kind: ArrayType, ranks: Ranks) -> IntArray:
+    """Return the bytes of an array's shard on each rank."""
     if kind.spec is None:
         size_bytes = math.prod(kind.shape) * kind.dtype.itemsize_bytes
         return np.full(len(ranks), size_bytes, dtype=np.int64)
@@ -462,12 +462,8 @@ def _count_elements(layout: Layout, ranks: Ranks) -> IntArray:
     return total[list(ranks)]
 
 
-def extra_bytes_of(reshard: InsertedReshard, ranks: Ranks) -> tuple[int, ...]:
+def count_extra(reshard: InsertedReshard, ranks: Ranks) -> IntArray:
     """Return the bytes that a movement needs on each rank beyond its source and target."""
-    return tuple(_count_extra_bytes(reshard, ranks).tolist())
-
-
-def _count_extra_bytes(reshard: InsertedReshard, ranks: Ranks) -> IntArray:
     return _count_extra(reshard.program, ranks) * reshard.source.dtype.itemsize_bytes
 
 

@@ -36,8 +36,8 @@ from reshard.spmd.tracing.estimates import (
     InsertedReshard,
     TracedOperation,
     TraceRecord,
-    with_compute,
-    with_memory,
+    count_memory,
+    estimate_compute,
 )
 from reshard.spmd.tracing.graph_recording import filled, library_for, record, type_of
 from reshard.spmd.tracing.page import trace_page
@@ -361,9 +361,9 @@ def trace_graph(
     tracer = _OperationTracer(topology, library, moved_again)
     values = interpret(graph, arrays, tracer.observe)
     # 2. Add memory, and computation times if the topology describes devices.
-    operations = with_memory(graph, graph.input_types, tracer.found, ranks)
+    operations = count_memory(graph, graph.input_types, tracer.found, ranks)
     if topology is not None and topology.device is not None:
-        operations = with_compute(operations, ranks, topology.device)
+        operations = estimate_compute(operations, ranks, topology.device)
     outputs = tuple(values[number].type for number in graph.outputs)
     return Trace(graph, strategy, operations, outputs, topology)
 
