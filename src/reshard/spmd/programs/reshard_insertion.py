@@ -5,7 +5,8 @@
                                     %2 = with_sharding(%4)      its sum over devices is reduced
 
 Operands move to where a strategy wants them, and from there to what the operator runs with. A value
-moves to a sharding once, however many operations read it so.
+moves to a sharding once, however many operations read it so. Only operators that take halos of
+their operands move these themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import find_operator
 from reshard.spmd.graph import Graph, Operation, Value
 from reshard.spmd.tracing.estimates import TracedOperation
 from reshard.spmd.tracing.trace import Trace
@@ -48,7 +50,9 @@ def insert_reshards(traced: Trace) -> tuple[Graph, list[TracedOperation | None]]
         estimates.append(None)
 
     for one in traced.operations:
-        reshards = [*one.before, *one.reused]
+        # An operator that finds its operands' neighbours itself would do so again.
+        is_placed = find_operator(one.operation.operator).placed is not None
+        reshards = [] if is_placed else [*one.before, *one.reused]
         operands = []
         for number, kind, spec in zip(
             one.operation.operands, one.operands, one.runs_with, strict=True
@@ -57,7 +61,7 @@ def insert_reshards(traced: Trace) -> tuple[Graph, list[TracedOperation | None]]
             while kind is not None and kind.spec is not spec:
                 found = [r for r in reshards if r.value == number and r.source is kind]
                 if not found:
-                    # Another sharding of the same layout.
+                    # Another sharding of the same layout, or one that the operator makes.
                     break
                 (step, *_) = [r for r in found if r.target is spec] or found
                 key = (at, step.target)
