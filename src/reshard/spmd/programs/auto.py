@@ -46,8 +46,8 @@ from reshard.spmd.programs.simplification import simplify
 from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import Choices
 from reshard.spmd.propagation.strategies import shardings_from
+from reshard.spmd.shards.error_translation import check_function
 from reshard.spmd.shards.operation_call import unrecorded
-from reshard.spmd.shards.refusals import check_function
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.tracing.graph_recording import type_of
 from reshard.spmd.tracing.trace import Trace, check_trace_options, record_for

@@ -35,8 +35,8 @@ from reshard.spmd.programs.program import Program
 from reshard.spmd.programs.recomputation import recompute
 from reshard.spmd.programs.simplification import simplify
 from reshard.spmd.propagation.strategies import assign_shardings
+from reshard.spmd.shards.error_translation import check_function
 from reshard.spmd.shards.operation_call import recorders, unrecorded
-from reshard.spmd.shards.refusals import check_function
 from reshard.spmd.shards.runner import runner_for
 from reshard.spmd.tracing.estimates import count_memory
 from reshard.spmd.tracing.graph_recording import listening_recorder, type_of
