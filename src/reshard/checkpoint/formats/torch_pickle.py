@@ -14,12 +14,12 @@ expects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.binding import Binding
-from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind
+from reshard.checkpoint.contents import Checkpoint, StoredFile
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 from reshard.checkpoint.formats.safetensors.header import select_files, tensor_size_bytes
 from reshard.checkpoint.formats.safetensors.huggingface import (
@@ -197,22 +197,29 @@ def read_flat_state(path: Path) -> FlatState:
 
 
 def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
-    tensors: dict[str, StoredTensor] = {}
     values: dict[str, Any] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     unread: dict[str, str] = {}
     unreadable: dict[str, str] = {}
-    layouts: dict[tuple[int, ...], Layout] = {}
+    numbers: dict[Hashable, int] = {}
+    kinds: list[TensorKind] = []
+    names: list[str] = []
+    kind: list[int] = []
+    starts: list[int] = []
     archived: list[tuple[str, str, ArchivedTensor]] = []
     checksums = StorageChecksums()
     for file, flat in states.items():
         for name, tensor in flat.tensors.items():
-            if tensor.shape not in layouts:
-                layouts[tensor.shape] = Layout.whole(tensor.shape, [0], 1)
             address, view = find_address(file, tensor)
-            views = {} if view is None else {0: view}
-            binding = Binding(layouts[tensor.shape], {0: address}, views)
-            tensors[name] = StoredTensor(name, tensor.dtype, binding)
+            key = file, tensor.dtype, tensor.shape, view
+            if key not in numbers:
+                numbers[key] = len(kinds)
+                layout = Layout.whole(tensor.shape, [0], 1)
+                views = {} if view is None else {0: view}
+                kinds.append(TensorKind(tensor.dtype, layout, ((0, None),), (file,), None, views))
+            names.append(name)
+            kind.append(numbers[key])
+            starts.append(address.start_bytes)
             archived.append((name, file, tensor))
             checksums.add_whole(name, "the whole", file, tensor)
         values.update(flat.values)
@@ -224,7 +231,7 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
     return Checkpoint(
         folder,
         FORMAT_NAME,
-        tensors,
+        TensorColumns(names, kinds, kind, starts),
         files,
         paths=paths,
         checksums=checksums.list(),
