@@ -30,6 +30,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -127,7 +128,7 @@ def _compare(
     # Maxima of `d` and `-d` give the maximum and the minimum. Seven bytes fit in a signed word.
     digits = [_NOTHING] * 4 if intent.is_open else [low, high, -low, -high]
     name = threading.current_thread().name
-    caller = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
+    caller = _hash_name(name)
     threads = [int(group.has_threads), caller, -caller]
     # Always the same number of values, so that ranks with different calls can compare them.
     notes = [*intent.notes, *[0] * (_MOST_NOTES - len(intent.notes))]
@@ -145,6 +146,12 @@ def _compare(
         if has_threads and greatest != -least:
             _raise_threads(name, group)
     return tuple(most[8 : 8 + len(intent.notes)])
+
+
+# Cached, since a thread compares its name in every call.
+@lru_cache(maxsize=64)
+def _hash_name(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
 
 
 def run_errors(otherwise: str, group: Group = None) -> AbstractContextManager[None]:

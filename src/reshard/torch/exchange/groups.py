@@ -263,7 +263,8 @@ class RankGroup:
         else:
             ends = self.position, len(self.ranks), self._find_end_s()
             most = reduce_far_max(self._connections(), most, *ends)
-        return list(map(int, most))
+        found: list[int] = most.tolist()
+        return found
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
         """Broadcast a CPU tensor of rank `sender` in place."""

@@ -37,13 +37,13 @@ from reshard.torch.fully_sharded import free_gathered
 from reshard.torch.graph_breaks import break_graph
 from reshard.torch.models.local_tensors import LocalTensors, check_memory
 from reshard.torch.models.model_inputs import Model, ModuleSlots, find_written_copies
-from reshard.torch.models.model_manifest import ModelManifest, write_manifest
+from reshard.torch.models.model_manifest import write_manifest
 from reshard.torch.models.model_pairs import ModelPair, NameOptions
 from reshard.torch.programs.methods import find_hosts
 from reshard.torch.refitting.batches import RefitTransfer
 from reshard.torch.refitting.moves import RefitMoves, list_moves
 from reshard.torch.refitting.options import RefitOptions, RefitSettings
-from reshard.torch.refitting.plan import PartItem, RefitPart, RefitPlan, list_complete_names
+from reshard.torch.refitting.plan import PartItem, RefitPart, list_complete_names
 from reshard.torch.refitting.planning import PlanningReport, find_transforms, plan_part
 from reshard.torch.refitting.tied_sources import (
     DistantPair,
@@ -84,35 +84,24 @@ class Refit:
     about the preparation. `is_usable` is whether the target has exactly the values of a single run.
     """
 
+    # Its phases are methods, in the order in which they run. They set these.
+    names: NameOptions
+    report: PlanningReport
+    _source: LocalTensors
+    _target: LocalTensors
+    _part: RefitPart
+    _transforms: dict[str, Transform]
     _transfer: RefitTransfer
 
     def __init__(
-        self,
-        part: RefitPart,
-        source: LocalTensors,
-        target: LocalTensors,
-        transforms: Mapping[str, Transform],
-        settings: RefitSettings,
-        report: PlanningReport,
-        digest: bytes,
-        plan: RefitPlan | None,
-        names: NameOptions,
-        manifest: ModelManifest,
-        slots: tuple[ModuleSlots, ModuleSlots],
-        group: RankGroup,
+        self, group: RankGroup, source: Model, target: Model, settings: RefitSettings
     ) -> None:
-        self._part, self._source, self._target = part, source, target
-        self._transforms, self._settings, self._digest = transforms, settings, digest
-        # The whole plan, on ranks that have it.
-        self._whole = plan
-        self._target_manifest, self._slots, self._group = manifest, slots, group
-        # Names, stacks and ties of this rank's models, as given or found.
-        self.names, self.report = names, report
-        self.is_usable = True
-        self.tensors = len(part.target_names)
+        self._group, self._settings = group, settings
         self._left: tuple[object, ...] = ()
-        self._tied: Pairs = ()
-        self._distant: tuple[DistantPair, ...] = ()
+        models = self._agree(source, target)
+        self._plan(models)
+        self._prepare_transfer(group)
+        self._tied, self._distant = self._find_ties()
 
     @property
     def sent_bytes(self) -> int:
@@ -203,12 +192,11 @@ class Refit:
         check_real(group)
         among = rank_group(group)
         with among.turn(), pause_gc(freeze=True):
-            return cls._prepare(among, source, target, settings)
+            return cls(among, source, target, settings)
 
-    @classmethod
-    def _prepare(
-        cls, group: RankGroup, source: Model, target: Model, settings: RefitSettings
-    ) -> Refit:
+    def _agree(self, source: Model, target: Model) -> ModelPair:
+        """Compare the arguments with those of all ranks, and list this rank's tensors."""
+        settings, group = self._settings, self._group
         # `agree` reports problems: a rank that raised an error alone would leave others waiting.
         problem = settings.find_problem()
         try:
@@ -217,61 +205,51 @@ class Refit:
             source, problem = None, problem or f"source: {error}"
         if isinstance(target, Mapping) and any(map(is_sharded_array, target.values())):
             problem = problem or "target: arrays of reshard.spmd are immutable; give torch tensors"
-        given = ModelPair.of(source, target, settings.num_experts)
-        problem = problem or given.problem or find_written_copies(given.target) or None
-        # First agreement: on the arguments. The second is on the plan and the memory of each rank.
-        notes = agree(settings.sign(problem, given.notes), group)
-        naming = NameOptions(
-            settings.source_names, settings.target_names, settings.stacks, settings.ties
-        )
-        offsets = settings.source_offset, settings.target_offset
-        before, after, names = given.list_tensors(
-            notes, group, naming, offsets, settings.check_replicas
-        )
-        ties = names.ties or {}
-        own, wanted = check_memory(before, after, ties)
-        settings = settings.replace(ties=ties)
-        part, report, whole = plan_part(settings, find_hosts(group), own, wanted, group)
-        # Without a transform of its own, a tensor is quantized.
-        made_of = dict.fromkeys(match.made_of for match in part.made)
-        transforms = find_transforms(made_of, settings)
-        if settings.quantized is not None:
-            transforms = dict.fromkeys(made_of, settings.quantized) | transforms
-        # If several refits are alike, ranks must run the same refit.
-        digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
-        slots = _list_slots(given, part, before, after)
-        made = cls(
-            part,
-            before,
-            after,
-            transforms,
-            settings,
-            report,
-            digest,
-            whole,
-            names,
-            wanted,
-            slots,
+        models = ModelPair.of(source, target, settings.num_experts)
+        problem = problem or models.problem or find_written_copies(models.target) or None
+        notes = agree(settings.sign(problem, models.notes), group)
+        self._source, self._target, self.names = models.list_tensors(
+            notes,
             group,
+            NameOptions(
+                settings.source_names, settings.target_names, settings.stacks, settings.ties
+            ),
+            (settings.source_offset, settings.target_offset),
+            settings.check_replicas,
         )
-        made._prepare_transfer(group)
-        if ties:
-            known: tuple[set[str], tuple[DistantPair, ...]] = (set(), ())
-            if whole is not None:
-                known = {match.source_name for match in whole.matches}, whole.tied
-            # With centralized planning only the first rank knows all tensors.
-            if settings.planning == "centralized":
-                known = share(known, group.ranks[0], group)
-            used, made._distant = known
-            distant = {pair.name for pair in made._distant}
-            made._tied = find_tied_pairs(ties, before.locals, used, distant)
-            uncompared = describe_uncompared(made._distant)
-            if uncompared and group.rank == group.ranks[0]:
-                warnings.warn(uncompared, stacklevel=2)
-        return made
+        self._settings = settings.replace(ties=self.names.ties or {})
+        return models
+
+    def _plan(self, models: ModelPair) -> None:
+        """Compare both models, and find this rank's part of the plan."""
+        settings, group, target = self._settings, self._group, self._target
+        own, self._target_manifest = check_memory(self._source, target, settings.ties or {})
+        manifests = own, self._target_manifest
+        # The whole plan is known on ranks that plan.
+        self._part, self.report, self._whole = plan_part(
+            settings, find_hosts(group), *manifests, group
+        )
+        self.tensors = len(self._part.target_names)
+        # Without a transform of its own, a tensor is quantized.
+        made_of = dict.fromkeys(match.made_of for match in self._part.made)
+        self._transforms = find_transforms(made_of, settings)
+        if settings.quantized is not None:
+            self._transforms = dict.fromkeys(made_of, settings.quantized) | self._transforms
+        # If several refits are alike, ranks must run the same refit.
+        self._digest = f"{self._part.digest} {group.generation} {group.next_number()}".encode()
+        # The slots of both models' modules that hold the tensors.
+        names = {item.match.source_name for item in self._part.items}
+        sources = [tensor for name, tensor in self._source.tensors.items() if name in names]
+        self._slots = (
+            ModuleSlots.of(models.source, sources),
+            ModuleSlots.of(models.target, target.tensors.values()),
+        )
 
     def _prepare_transfer(self, group: RankGroup) -> None:
-        """Prepare memory and messages for every run; raise on all ranks if any rank cannot."""
+        """Prepare memory and messages for every run; raise on all ranks if any rank cannot.
+
+        This is the second agreement: on the plan, and on the memory of each rank.
+        """
         transfer, problem = None, None
         try:
             transfer = self._make_transfer(group)
@@ -311,6 +289,24 @@ class Refit:
         )
         _LATEST[self._part] = transfer
         return transfer
+
+    def _find_ties(self) -> tuple[Pairs, tuple[DistantPair, ...]]:
+        """Return the tied source tensors that runs compare: on this rank, and between ranks."""
+        ties, group = self._settings.ties, self._group
+        if not ties:
+            return (), ()
+        known: tuple[set[str], tuple[DistantPair, ...]] = (set(), ())
+        if self._whole is not None:
+            known = {match.source_name for match in self._whole.matches}, self._whole.tied
+        # With centralized planning only the first rank knows all tensors.
+        if self._settings.planning == "centralized":
+            known = share(known, group.ranks[0], group)
+        used, distant = known
+        uncompared = describe_uncompared(distant)
+        if uncompared and group.rank == group.ranks[0]:
+            warnings.warn(uncompared, stacklevel=2)
+        names = {pair.name for pair in distant}
+        return find_tied_pairs(ties, self._source.locals, used, names), distant
 
     def free_gathered(self) -> None:
         """Free the copies that FSDP2 gathered of the source's shards (`fully_sharded`).
@@ -559,14 +555,3 @@ def refit(source: Model, target: Model, **options: Unpack[RefitOptions]) -> Refi
     prepared = Refit.prepare(source, target, **options)
     prepared.run()
     return prepared
-
-
-def _list_slots(
-    models: ModelPair, part: RefitPart, source: LocalTensors, target: LocalTensors
-) -> tuple[ModuleSlots, ModuleSlots]:
-    """Return the slots of both models' modules that hold the tensors of a rank's part."""
-    names = {item.match.source_name for item in part.items}
-    return (
-        ModuleSlots.of(models.source, [t for n, t in source.tensors.items() if n in names]),
-        ModuleSlots.of(models.target, target.tensors.values()),
-    )
