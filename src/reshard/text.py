@@ -170,6 +170,16 @@ def first_text(things: Sequence[object], most: int, separator: str = ", ") -> st
     return separator.join(map(str, things[:most])) + more
 
 
+def first_lines(lines: Sequence[object], most: int) -> str:
+    """Return the first of many lines, each indented on a line of its own, and how many more.
+
+    >>> first_lines("abcde", 2), first_lines("ab", 3)
+    ('\\n  a\\n  b\\n  ... 3 more', '\\n  a\\n  b')
+    """
+    more = [f"... {len(lines) - most} more"] if len(lines) > most else []
+    return "".join(f"\n  {line}" for line in [*lines[:most], *more])
+
+
 def duration_text(duration_s: float) -> str:
     """Return a time span, from microseconds to days, in two units at most.
 

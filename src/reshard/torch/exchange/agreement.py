@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import PlanError, RunError
+from reshard.text import first_text
 from reshard.torch.exchange.groups import CPU, RankGroup, bytes_of, rank_group, tensor_of
 
 _SHOWN_RANKS = 8
@@ -239,9 +240,7 @@ def _describe_side(digest: str | None, texts: Mapping[str, str], position: int) 
 
 
 def _name_ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-    more = len(ranks) - _SHOWN_RANKS
-    return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {more} more" if more > 0 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {first_text(ranks, _SHOWN_RANKS)}"
 
 
 _DIGEST_WORDS = 2

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from reshard.errors import ReshardError, RunError
 from reshard.system import has_ended
+from reshard.text import first_text
 from reshard.torch.exchange.connections import Connections
 
 # The interval between looks for notes, and how long to wait for them.
@@ -350,9 +351,8 @@ def _find_causes(
     told = [f"{_describe(n, ranks, peers)}: {note}" for n, note in sorted(notes.items()) if note]
     if told:
         return "; ".join(told)
-    names = ", ".join(_describe(number, ranks, peers) for number in silent[:_SHOWN])
-    more = f" and {len(silent) - _SHOWN} more" if len(silent) > _SHOWN else ""
-    return f"{names}{more} does not answer, or its process has ended" if silent else ""
+    names = first_text([_describe(number, ranks, peers) for number in silent], _SHOWN)
+    return f"{names} does not answer, or its process has ended" if silent else ""
 
 
 def _describe(number: int, ranks: Sequence[int], peers: Mapping[int, PeerInfo]) -> str:

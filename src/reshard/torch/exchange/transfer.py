@@ -129,22 +129,21 @@ class Transfer:
         cls,
         make_exchange: Callable[[], Any],
         group: RankGroup,
-        written: Iterable[torch.Tensor] = (),
-        memory: Iterable[torch.Tensor] = (),
-        *,
-        result: str = "the result",
+        *written: Iterable[torch.Tensor],
         tag: int | None = None,
         in_background: bool = False,
-        confirms: bool = True,
+        **options: Any,
     ) -> Transfer:
         """Prepare the transfer of a single exchange.
 
         Args:
             make_exchange: prepares an exchange of messages or a run of a program for this rank's
                 tensors. Its errors, such as for lack of memory, are raised on all ranks.
-            group, written, memory, result, confirms: see the class.
+            group: of all ranks.
+            written: the tensors of the caller that a run writes into, and their memory.
             tag: of the messages, equal on all ranks; the group's next one when None.
             in_background: whether to run in a separate thread, if the device allows it.
+            options: further arguments of the class.
         """
         # Count before any step that may fail on this rank only, so that all ranks count alike.
         tag = next_tag(group) if tag is None else tag
@@ -152,15 +151,8 @@ class Transfer:
             exchange = make_exchange()
         exchange.tag = tag
         in_background = in_background and exchange.can_leave_its_thread
-        return cls(
-            [TransferBatch([exchange])],
-            group,
-            written,
-            memory,
-            result=result,
-            in_background=in_background,
-            confirms=confirms,
-        )
+        batches = [TransferBatch([exchange])]
+        return cls(batches, group, *written, in_background=in_background, **options)
 
     @property
     def exchanges(self) -> list[Any]:

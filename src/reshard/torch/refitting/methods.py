@@ -31,6 +31,7 @@ from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.hierarchical import StagedJob
 from reshard.plans.job import Job, JobItem
+from reshard.text import first_lines
 from reshard.topology import Topology
 from reshard.torch.programs.methods import assume_links, assumed_topology, can_be_staged
 from reshard.torch.programs.phases import between_bytes
@@ -202,11 +203,10 @@ def _require_programs(
         if isinstance(program, str) and program != _EXCHANGED
     ]
     if problems:
-        shown = "\n  ".join(problems[:_SHOWN])
-        rest = len(problems) - _SHOWN
+        told = first_lines(problems, _SHOWN)
         raise PlanError(
             f"method='program', but {len(problems)} of {len(matches)} tensors have no program; "
-            f"take method='auto':\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
+            f"take method='auto':{told}"
         )
     return tuple(
         TensorMethod(None, program)

@@ -23,6 +23,7 @@ from typing import Any
 
 from reshard.errors import ReshardError, ShardError
 from reshard.system import peak_bytes
+from reshard.text import first_lines
 from reshard.topology import Topology
 from reshard.torch.exchange.agreement import gather_all, scatter
 from reshard.torch.exchange.groups import RankGroup
@@ -182,11 +183,9 @@ def _limit_buckets(
 def _expect_none(problems: Sequence[str]) -> None:
     """Raise ShardError if there are problems, with the first of them."""
     if problems:
-        shown = "\n  ".join(problems[:_SHOWN])
-        rest = len(problems) - _SHOWN
         raise ShardError(
             f"{len(problems)} thing{'s do' if len(problems) > 1 else ' does'} not fit; nothing "
-            f"was written:\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
+            f"was written:{first_lines(problems, _SHOWN)}"
         )
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from reshard._contexts import pause_gc
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
+from reshard.text import first_text
 from reshard.torch.endpoint import is_sharded_array, lay_out_array
 from reshard.torch.exchange.agreement import CallSignature, agree, device_of, share
 from reshard.torch.exchange.consistency import find_unusable, written_states
@@ -430,9 +431,9 @@ class Refit:
         if self._distant:
             compare_distant(self._distant, locals_of[0], self._group)
         found = verify_part(self._part, *locals_of, self._group)
-        told, more = ", ".join(found.differences[:_SHOWN]), len(found.differences) - _SHOWN
-        problem = f"not the source's: {told}" + (f" and {more} more" if more > 0 else "")
-        agree(CallSignature({"refit": self._digest}, problem if told else None), self._group)
+        told = first_text(found.differences, _SHOWN)
+        problem = f"not the source's: {told}" if told else None
+        agree(CallSignature({"refit": self._digest}, problem), self._group)
         return found
 
     def _problem(self, checks_source: bool = True, computes: bool = False) -> str | None:

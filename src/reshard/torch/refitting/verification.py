@@ -28,6 +28,7 @@ import torch
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError
 from reshard.layout import Layout
+from reshard.text import first_lines
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.messages import (
@@ -190,12 +191,9 @@ def check_replicas(
         if len(ranks) > 1
     ]
     if wrong:
-        rest = len(wrong) - _SHOWN
-        lines = [*wrong[:_SHOWN], *([f"... {rest} more"] if rest > 0 else [])]
+        told = first_lines(wrong, _SHOWN)
         group.raise_on_all(
-            ShardError(
-                f"{len(wrong)} replicas are not equal; whose values count?\n  " + "\n  ".join(lines)
-            )
+            ShardError(f"{len(wrong)} replicas are not equal; whose values count?{told}")
         )
 
 

@@ -29,6 +29,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
+from reshard.text import first_lines
 from reshard.torch.endpoint import check_writable, layout_of, rank_of
 from reshard.torch.forward_copies import find_copies, forget_cached
 from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
@@ -222,11 +223,9 @@ def _check_fit(
         *_describe_others(others),
         *problems,
     ]
-    more = f"\n  ... {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     raise ShardError(
-        f"{count} tensors do not fit {checkpoint.folder}; nothing was written:\n  "
-        + "\n  ".join(problems[:_SHOWN])
-        + more
+        f"{count} tensors do not fit {checkpoint.folder}; nothing was written:"
+        + first_lines(problems, _SHOWN)
     )
 
 
