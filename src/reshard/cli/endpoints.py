@@ -68,6 +68,12 @@ def source_options(command: Command) -> Command:
     return command
 
 
+def take_source_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of `source_options` from a command's arguments, and return them."""
+    names = ("source_mesh", "source_rules", "source_recipe", "check_copies")
+    return {name: arguments.pop(name) for name in names}
+
+
 def open_selected_source(path: str, select: str | None, **source_cut: Any) -> Checkpoint:
     """Open the checkpoint at a path, or the model of it that `--select` names.
 
@@ -244,9 +250,7 @@ def plan_from_options(
     """
     from reshard.checkpoint.conversion.plan import plan_conversion
 
-    # These describe how the source is read, which does not depend on the target.
-    names = ("source_mesh", "source_rules", "source_recipe", "check_copies")
-    source_cut = {name: arguments.pop(name) for name in names}
+    source_cut = take_source_options(arguments)
     # Copies belong to the source, whatever the target takes.
     allow = arguments.get("allow", ())
     arguments["allow"] = tuple(word for word in allow if word != DIFFERING_COPIES)

@@ -10,7 +10,13 @@ import click
 
 from reshard._validation import check_used
 from reshard.checkpoint.options import CompareOptions
-from reshard.cli.endpoints import allow_copies_option, config_option, open_source, source_options
+from reshard.cli.endpoints import (
+    allow_copies_option,
+    config_option,
+    open_source,
+    source_options,
+    take_source_options,
+)
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     as_path,
@@ -58,10 +64,6 @@ def verify(
     shows_all: bool,
     as_json: bool,
     quiet: bool,
-    source_mesh: str | None,
-    source_rules: tuple[str, ...],
-    source_recipe: str | None,
-    check_copies: str,
     allow: tuple[str, ...],
     **arguments: Any,
 ) -> int:
@@ -105,8 +107,9 @@ def verify(
 
     check_used("--all", not (shows_all and quiet), "with --quiet nothing is listed")
     began_s = time.monotonic()
-    first = open_source(left, source_mesh, source_rules, source_recipe, check_copies, allow)
-    second = open_source(right, check_copies=check_copies, allow=allow)
+    source_cut = take_source_options(arguments)
+    first = open_source(left, **source_cut, allow=allow)
+    second = open_source(right, check_copies=source_cut["check_copies"], allow=allow)
     options = CompareOptions(**arguments)
     # With any of these options, the hints about other names would repeat what was given.
     are_named = options.is_by_recipe or target_kind is not None
