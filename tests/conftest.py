@@ -94,6 +94,7 @@ def processor_time_s() -> float:
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     item.stash[BEGUN_S] = processor_time_s()
+    live_processes.running_item = item
     yield
 
 

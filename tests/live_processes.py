@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,18 @@ TESTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended. `code` is negative where a signal ended it."""
+    """How one rank ended. `code` is negative where a signal ended it.
+
+    `case` is the function of the script in which it failed, if known.
+    """
 
     code: int
     output: str
+    case: str = ""
+
+
+running_item: Any = None
+"""The item of pytest that runs; failing cases of its ranks are reported as items of it."""
 
 
 def free_port() -> int:
@@ -199,10 +208,30 @@ def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 18
         if code:
             raise RuntimeError(f"the job did not start: {(folder / 'job').read_text()}")
         codes = json.loads((folder / "codes").read_text())
-    return [Ended(code, output) for code, output in zip(codes, outputs, strict=True)]
+        files = [folder / f"case{rank}" for rank in range(ranks)]
+        cases = [path.read_text() if path.exists() else "" for path in files]
+    return [Ended(*one) for one in zip(codes, outputs, cases, strict=True)]
 
 
 def expect_all_end_well(ended: list[Ended]) -> None:
-    """Fail with what the ranks wrote, where one of them failed."""
+    """Fail with what the ranks wrote, where one of them failed; failing cases are items by name."""
     told = "\n".join(f"--- rank {rank}\n{one.output}" for rank, one in enumerate(ended))
+    cases = dict.fromkeys(one.case for one in ended if one.case)
+    for case in cases:
+        with subtest(case):
+            raise AssertionError(told)
+    told = f"ranks failed in {', '.join(cases)}" if cases else told
     assert [one.code for one in ended] == [0] * len(ended), told
+
+
+def subtest(name: str) -> AbstractContextManager[None, bool | None]:
+    """Return a context whose failure pytest reports as an item of this name, and goes on.
+
+    Before pytest 9, the failure is that of the test.
+    """
+    try:
+        subtests = running_item._request.getfixturevalue("subtests")
+    except (AttributeError, LookupError):
+        return contextlib.nullcontext()
+    context: AbstractContextManager[None, bool | None] = subtests.test(name)
+    return context

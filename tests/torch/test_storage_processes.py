@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import live_processes
 from checkpoint.checkpoint_files import Tensor, write_file
 from live_processes import expect_all_end_well, run_ranks
 from reshard import checkpoint
@@ -81,3 +84,32 @@ def test_fsdp2_on_two_ranks_saves_to_a_store(
         assert checkpoint.open(target).format == format
         assert not server.pending
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_a_failing_case_of_ranks_is_an_item_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "cases.py"
+    script.write_text(
+        "def first(): pass\n"
+        "def second():\n"
+        "    try: int('x')\n"
+        "    except ValueError as error: raise RuntimeError('wrong') from error\n"
+        "def main():\n"
+        "    for case in (first, second): case()\n"
+        "main()\n"
+    )
+    ended = run_ranks(str(script), 1)
+    assert [(one.code, one.case) for one in ended] == [(1, "second")]
+    names = []
+
+    @contextlib.contextmanager
+    def subtest(name: str) -> Iterator[None]:
+        names.append(name)
+        with pytest.raises(AssertionError, match="RuntimeError: wrong"):
+            yield
+
+    monkeypatch.setattr(live_processes, "subtest", subtest)
+    with pytest.raises(AssertionError, match="ranks failed in second"):
+        expect_all_end_well(ended)
+    assert names == ["second"]
