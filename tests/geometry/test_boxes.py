@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -14,6 +15,7 @@ from reshard.geometry.boxes import (
     Boxes,
     Intervals,
     PartRuns,
+    are_disjoint,
     intersect_boxes,
     intersect_intervals,
     intersect_runs,
@@ -186,3 +188,19 @@ def test_what_parts_have(first: list[Run], second: list[Run]) -> None:
     a, b = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     expected = [bool(set().union(*held[i]) & wanted[j]) for i, j in pairs]
     assert share_an_index(mine, others, a, b).tolist() == expected
+
+
+@given(
+    st.lists(
+        st.tuples(*[st.tuples(st.integers(0, 3), st.integers(1, 2))] * 3), min_size=1, max_size=6
+    )
+)
+def test_disjoint_boxes_have_each_point_once(boxes: list[tuple[tuple[int, int], ...]]) -> None:
+    low = np.array([[start for start, _ in box] for box in boxes])
+    high = low + np.array([[size for _, size in box] for box in boxes])
+    points = Counter(
+        point
+        for a, b in zip(low, high, strict=True)
+        for point in itertools.product(*map(range, a, b))
+    )
+    assert are_disjoint(low, high) == (max(points.values()) == 1)

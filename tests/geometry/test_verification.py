@@ -20,7 +20,6 @@ import reshard
 from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.geometry.verification import _disjoint_by_pairs
 from reshard.layout import Layout
 from reshard.runs import FRESH_HALO, OWNED, IntArray
 from strategies import LayoutAndContents, movements
@@ -394,19 +393,3 @@ def test_plans_of_many_dimensions(dims: int) -> None:
         whole = np.arange(4, dtype="float32").reshape(shape)
         out = plan.run({0: whole[:1], 1: whole[1:]})
         assert np.array_equal(out[0], whole[:, :1]) and np.array_equal(out[1], whole[:, 1:])
-
-
-@given(
-    st.lists(
-        st.tuples(*[st.tuples(st.integers(0, 3), st.integers(1, 2))] * 3), min_size=1, max_size=6
-    )
-)
-def test_boxes_compared_in_pairs_as_on_a_grid(boxes: list[tuple[tuple[int, int], ...]]) -> None:
-    low = np.array([[start for start, _ in box] for box in boxes])
-    high = low + np.array([[size for _, size in box] for box in boxes])
-    points = Counter(
-        point
-        for a, b in zip(low, high, strict=True)
-        for point in itertools.product(*map(range, a, b))
-    )
-    assert _disjoint_by_pairs(low, high) == (max(points.values()) == 1)

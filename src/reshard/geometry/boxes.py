@@ -47,6 +47,8 @@ from reshard.runs import (
 
 # Number of candidates that are compared at a time: columns of 8 MiB.
 _BLOCK = 1 << 20
+# A larger grid takes longer than a sweep.
+_MAX_GRID = 1 << 22
 # Bands are tried if there are more candidates per box than this.
 _MANY = 8
 
@@ -142,6 +144,45 @@ def intersect_boxes(
             i, j = i[intersects], j[intersects]
         if len(i):
             yield i, j
+
+
+def are_disjoint(start: IntArray, stop: IntArray) -> bool:
+    """Return whether boxes `start:stop`, both of shape `(boxes, dims)`, share no element.
+
+    No box may be empty.
+
+    >>> left, right, both = ((0, 0), (2, 1)), ((0, 1), (2, 2)), ((1, 0), (2, 2))
+    >>> [are_disjoint(*np.array(pair).swapaxes(0, 1)) for pair in ((left, right), (left, both))]
+    [True, False]
+    """
+    if len(start) < 2:
+        return True
+    # Most boxes are apart along a single dimension: sorted along it, they do not overlap.
+    for dimension in range(start.shape[1]):
+        order = np.argsort(start[:, dimension], kind="stable")
+        if (start[order[1:], dimension] >= stop[order[:-1], dimension]).all():
+            return True
+    # Dimensions in which all boxes have the same range do not separate them.
+    differ = ((start != start[:1]) | (stop != stop[:1])).any(axis=0)
+    low, high = start[:, differ], stop[:, differ]
+    edges = [distinct(np.concatenate(ends)) for ends in zip(low.T, high.T, strict=True)]
+    if math.prod(len(edge) + 1 for edge in edges) > max(_MAX_GRID, len(low)):
+        boxes = Boxes(np.ascontiguousarray(start.T), np.ascontiguousarray(stop.T))
+        pairs = intersect_boxes(boxes, boxes, stop.max(axis=0).tolist())
+        # Each box intersects itself.
+        return not any((first != second).any() for first, second in pairs)
+    # Add 1 at the first corner of a box and subtract it at its ends: the prefix sum counts boxes.
+    count = np.zeros([len(edge) + 1 for edge in edges], dtype=np.int64)
+    corners = [
+        [np.searchsorted(edge, ends) for ends in pair]
+        for edge, *pair in zip(edges, low.T, high.T, strict=True)
+    ]
+    for choice in np.ndindex(*(2,) * len(edges)):
+        at = tuple(pair[side] for pair, side in zip(corners, choice, strict=True))
+        np.add.at(count, at, (-1) ** sum(choice))
+    for d in range(len(edges)):
+        count = np.cumsum(count, axis=d)
+    return bool((count <= 1).all())
 
 
 _IntervalSides = tuple[Intervals, Intervals]

@@ -12,13 +12,13 @@ The transfers are checked against the two layouts alone, independently of the pl
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard.errors import PlanError
+from reshard.geometry.boxes import are_disjoint
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.runs import (
@@ -27,14 +27,11 @@ from reshard.runs import (
     OWNED,
     IntArray,
     RunTable,
-    distinct,
     joined,
     ragged_numbers,
 )
 
 BoolArray = NDArray[np.bool_]
-# A larger grid is counted only if comparing all pairs of boxes takes longer.
-_MAX_GRID = 1 << 22
 
 
 def verify_transfers(
@@ -172,44 +169,9 @@ def _check_cell(
                 f"where {contribution} is due"
             )
         # Disjoint boxes with as many elements as the cell cover it.
-        if int(boxes.elements.sum()) != elements or not _disjoint(boxes):
+        ends = boxes.target_start + boxes.shape
+        if int(boxes.elements.sum()) != elements or not are_disjoint(boxes.target_start, ends):
             raise PlanError(
                 f"rank {target.cell_slot[cell]} receives {int(boxes.elements.sum())} elements of "
                 f"contribution {contribution} for a cell of {elements}; each must come once"
             )
-
-
-def _disjoint_by_pairs(low: IntArray, high: IntArray) -> bool:
-    """Return whether boxes `low:high`, a row each, are disjoint, by comparing all pairs."""
-    return not any(
-        ((low[number] < high[number + 1 :]) & (low[number + 1 :] < high[number])).all(axis=1).any()
-        for number in range(len(low) - 1)
-    )
-
-
-def _disjoint(transfers: Transfers) -> bool:
-    """Return whether the boxes of a target cell are disjoint, by counting on a grid of
-    all edges.
-    """
-    low, high = transfers.target_start, transfers.target_start + transfers.shape
-    # Dimensions in which all boxes have the same range do not separate them.
-    differ = ((low != low[:1]) | (high != high[:1])).any(axis=0)
-    if not differ.any():
-        return len(transfers) <= 1
-    low, high = low[:, differ], high[:, differ]
-    dims = low.shape[1]
-    edges = [distinct(np.concatenate((low[:, d], high[:, d]))) for d in range(dims)]
-    if math.prod(len(edge) + 1 for edge in edges) > max(_MAX_GRID, len(low) ** 2):
-        return _disjoint_by_pairs(low, high)
-    count = np.zeros([len(edge) + 1 for edge in edges], dtype=np.int64)
-    corners = [
-        (np.searchsorted(edges[d], low[:, d]), np.searchsorted(edges[d], high[:, d]))
-        for d in range(dims)
-    ]
-    # Add 1 at the first corner of a box and subtract it at its ends: the prefix sum counts boxes.
-    for choice in np.ndindex(*(2,) * dims):
-        at = tuple(corners[d][side] for d, side in enumerate(choice))
-        np.add.at(count, at, (-1) ** sum(choice))
-    for d in range(dims):
-        count = np.cumsum(count, axis=d)
-    return bool((count <= 1).all())

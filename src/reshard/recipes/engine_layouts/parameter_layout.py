@@ -48,7 +48,7 @@ from reshard.binding import Binding, TensorName, View
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LayoutError
-from reshard.geometry.boxes import Boxes, intersect_boxes
+from reshard.geometry.boxes import are_disjoint
 from reshard.layout import Box, Layout
 from reshard.runs import PAD, IntArray
 
@@ -187,7 +187,7 @@ class ParameterPattern(Interned):
             raise LayoutError(f"box {box} has no element in a parameter of shape {self.shape}")
         # Disjoint boxes with as many elements as the parameter leave nothing out.
         held, size = int((stop - start).prod(axis=1).sum()), math.prod(self.shape)
-        is_disjoint = len(start) <= 1 if dims == 0 else not _overlap(start, stop, self.shape)
+        is_disjoint = are_disjoint(start, stop)
         if held != size or not is_disjoint:
             raise LayoutError(
                 f"the boxes of a parameter of shape {list(self.shape)} have {held:,} elements of "
@@ -246,19 +246,6 @@ class ParameterPattern(Interned):
 
 def _as_table(corners: list[tuple[int, ...]], dims: int) -> IntArray:
     return np.array(corners, dtype=np.int64).reshape(len(corners), dims)
-
-
-def _overlap(start: IntArray, stop: IntArray, shape: tuple[int, ...]) -> bool:
-    """Return whether two of the boxes share an element."""
-    if len(start) < 2:
-        return False
-    # Most parameters are boxes along a single dimension: sorted along it, they do not overlap.
-    for dimension in range(start.shape[1]):
-        order = np.argsort(start[:, dimension], kind="stable")
-        if (start[order[1:], dimension] >= stop[order[:-1], dimension]).all():
-            return False
-    boxes = Boxes(np.ascontiguousarray(start.T), np.ascontiguousarray(stop.T))
-    return any((first != second).any() for first, second in intersect_boxes(boxes, boxes, shape))
 
 
 @dataclass(frozen=True)
