@@ -28,6 +28,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation import dtensor
+from reshard.runs import distinct
 from reshard.sharding import ShardingSpec
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.copies import empty_result
@@ -362,7 +363,7 @@ def _has_overlap(tensor: torch.Tensor) -> bool:
     offsets = np.zeros(1, np.int64)
     for stride, n in dims:
         offsets = (offsets[:, None] + stride * np.arange(n)).ravel()
-    return len(np.unique(offsets)) < len(offsets)
+    return len(distinct(offsets)) < len(offsets)
 
 
 def find_target_local(

@@ -29,7 +29,7 @@ from reshard.checkpoint.contents import StoredTensor, TensorDigest
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError
 from reshard.layout import Layout
-from reshard.runs import IntArray
+from reshard.runs import IntArray, find_distinct
 
 _DIGEST_BYTES = 16
 
@@ -324,17 +324,13 @@ def bind_shards(
     places: list[tuple[tuple[int, str], ...]] = [()]
     listed = np.zeros(len(names), dtype=np.int64)
     for rank, file, rows, _ in (files := tuple(files)):
-        before, which = np.unique(listed[rows], return_inverse=True)
+        before, _, which = find_distinct(listed[rows])
         after = len(places) + np.arange(len(before))
         places += [(*places[old], (rank, file)) for old in before.tolist()]
         listed[rows] = after[which]
-    pairs, kind_of = np.unique(
-        np.stack([kind, listed]) if len(names) else np.zeros((2, 0), np.int64),
-        axis=1,
-        return_inverse=True,
-    )
+    pairs, _, kind_of = find_distinct(np.column_stack([kind, listed]))
     listed_kinds = []
-    for of, where in pairs.T.tolist():
+    for of, where in pairs.tolist():
         element, layout, spec = kinds[of]
         slots = tuple((rank, None) for rank, _ in places[where])
         names_of_files = tuple(file for _, file in places[where])
@@ -345,4 +341,4 @@ def bind_shards(
     order = np.argsort(rows, kind="stable")
     del rows
     starts = np.concatenate([nothing, *(starts for _, _, _, starts in files)])
-    return TensorColumns(names, listed_kinds, kind_of.reshape(-1), starts[order], digests)
+    return TensorColumns(names, listed_kinds, kind_of, starts[order], digests)

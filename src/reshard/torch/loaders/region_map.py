@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.geometry.regions import Index, Region, coalesce
+from reshard.runs import find_distinct
 from reshard.torch.loaders.strided_overlap import (
     Integers,
     Overlap,
@@ -404,10 +405,10 @@ def _boxes_may_overlap(start: Integers, stop: Integers) -> bool:
     # Loaders write tensors as grids of boxes. Boxes that span the same indices of the first
     # dimension form a group; disjoint groups are compared by the remaining dimensions.
     bounds = np.stack([start[:, 0], stop[:, 0]], axis=1)
-    _, firsts, group = np.unique(bounds, axis=0, return_index=True, return_inverse=True)
+    _, firsts, group = find_distinct(bounds)
     if len(firsts) > 1 and not _are_disjoint(start[firsts], stop[firsts], 0):
         return True
-    members = (np.flatnonzero(group.reshape(-1) == g) for g in range(len(firsts)))
+    members = (np.flatnonzero(group == g) for g in range(len(firsts)))
     return any(_boxes_may_overlap(start[rows, 1:], stop[rows, 1:]) for rows in members)
 
 

@@ -63,7 +63,7 @@ from reshard.plans.documents import (
     unpack_column,
 )
 from reshard.recipes.naming import Fusion
-from reshard.runs import IntArray, RunTable
+from reshard.runs import IntArray, RunTable, find_distinct
 from reshard.sharding import ShardingSpec
 from reshard.sharding import spec as parse_spec
 from reshard.text import first_text
@@ -247,9 +247,7 @@ class ListedEntries:
                 np.append(columns.kind_of, -1).astype(np.int64)[place]
             ]
             # Renumber after each rank, so that the numbers stay small.
-            numbers = np.unique(numbers * (len(kinds) + 1) + own_kinds + 1, return_inverse=True)[
-                1
-            ].reshape(-1)
+            _, _, numbers = find_distinct(numbers * (len(kinds) + 1) + own_kinds + 1)
         return numbers
 
     def entries(self, number: int) -> dict[int, Entry]:

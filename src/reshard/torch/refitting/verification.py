@@ -28,6 +28,7 @@ import torch
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError
 from reshard.layout import Layout
+from reshard.runs import find_distinct
 from reshard.text import first_lines
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
@@ -214,5 +215,5 @@ def _find_shared_cells(layout: Layout) -> np.ndarray[tuple[int], np.dtype[np.boo
     if layout.contributions > 1 or not layout.ndim:
         # Partial sums differ between ranks; a scalar without them is whole on all ranks.
         return np.full(layout.cells, layout.contributions == 1 < layout.cells)
-    _, which, counts = np.unique(layout.cell_part, axis=0, return_inverse=True, return_counts=True)
-    return np.asarray(counts[which.reshape(-1)] > 1)
+    _, _, which = find_distinct(layout.cell_part)
+    return np.asarray(np.bincount(which)[which] > 1)

@@ -81,6 +81,7 @@ from reshard.errors import (
 from reshard.geometry.regions import Region, bind_regions
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh
+from reshard.runs import find_distinct
 from reshard.text import rank_text
 
 # Maximum sizes of data read into memory at once: metadata, and items that are compared.
@@ -269,18 +270,12 @@ def _bind_as_described(
 ) -> TensorColumns:
     """Return tensors in the layouts of the manifest, whose shards must be the ranks' chunks."""
     rows = described.rows(tensors.names)
-    pairs, first, pair = np.unique(
-        np.stack([tensors.kind, described.kind[rows]]),
-        axis=1,
-        return_index=True,
-        return_inverse=True,
-    )
+    pairs, first, pair = find_distinct(np.column_stack([tensors.kind, described.kind[rows]]))
     # Tensors of equal kinds, in the files and in the manifest, are bound alike: each as the first.
     bound = [
         _match_kinds(folder, tensors.names[row], tensors.kinds[one], described.kinds[other])
-        for (one, other), row in zip(pairs.T.tolist(), first.tolist(), strict=True)
+        for (one, other), row in zip(pairs.tolist(), first.tolist(), strict=True)
     ]
-    pair = pair.reshape(-1)
     count = np.array([len(order) for _, order in bound] or [0], dtype=np.int64)
     begin = np.cumsum(count[pair]) - count[pair] if len(pair) else pair
     starts = np.empty(int(count[pair].sum()) if len(pair) else 0, dtype=np.int64)
