@@ -371,6 +371,7 @@ def find_quantized(
             if logical in result or not finder.applies(method, logical):
                 continue
             weight = finder.resolve(method, logical)
+            # Another method may still fit, so reasons are raised only for weights without any.
             if isinstance(weight, QuantizedWeight):
                 result[logical] = weight
             else:
@@ -447,10 +448,13 @@ class _Finder:
         self.logical_shapes = logical_shapes
         self.bits = [bits for bits in _collect(given, _BIT_KEYS) if isinstance(bits, int)]
         groups = [size for size in _collect(given, _GROUP_KEYS) if isinstance(size, int)]
+        # A group size of -1 in a config means a single scale for a whole row.
         self.groups = [*(size for size in groups if size > 0), *_USUAL_GROUPS]
         blocks = [pair for pair in _collect(given, _BLOCK_KEYS) if isinstance(pair, list | tuple)]
         self.blocks: list[tuple[int, ...]] = [tuple(pair) for pair in blocks if len(pair) == 2]
+        # The blocks of DeepSeek-V3, for checkpoints without a config.
         self.blocks.append((128, 128))
+        # Without `desc_act` GPTQ's groups are consecutive, whatever its table of groups has.
         self.keeps_order = given.get("desc_act") is False
         # Of each method and list of shapes the first weight, with the names of its tensors.
         self._known: dict[tuple[Any, ...], tuple[QuantizedWeight, tuple[str, ...]]] = {}
@@ -501,6 +505,7 @@ class _Finder:
             lengths = self._flat_lengths(logical)
         else:
             lengths = {word: self._find_length(word, items) for word in method.order}
+        # All stored tensors of stacked experts begin with the same dimensions.
         lead = next(
             (self.shapes[n][:leading] for n, texts in items.items() if texts and texts != ["*"]), ()
         )
@@ -521,6 +526,7 @@ class _Finder:
         for name, dims in members.items():
             for stored_dim in dims:
                 if stored_dim.dimension is not None and stored_dim.elements > 1:
+                    # Errors name the tensor whose groups make the common group larger.
                     if groups[stored_dim.dimension] % stored_dim.elements:
                         by[stored_dim.dimension] = name
                     groups[stored_dim.dimension] = math.lcm(
@@ -576,6 +582,7 @@ class _Finder:
             if item.startswith(f"{word}/") and item[len(word) + 1 :].isdigit():
                 packed.append((int(item[len(word) + 1 :]), size))
         if packed:
+            # The tensor with the fewest elements per index gives the length most precisely.
             elements, size = min(packed)
             return elements * size
         return self._find_packed_length(word, items)
