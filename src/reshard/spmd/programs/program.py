@@ -34,9 +34,8 @@ from reshard.spmd.programs.steps import (
     overlapped_order,
 )
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.compiled_run import compute
 from reshard.spmd.shards.error_translation import REFUSALS, refuse
-from reshard.spmd.shards.operation_call import CompiledCall, recorders
+from reshard.spmd.shards.operation_call import CompiledCall, compute, recorders
 from reshard.spmd.shards.partial_sums import are_finite
 from reshard.spmd.shards.reshard_cache import may_view
 from reshard.spmd.shards.runner import Runner, Transport, replicated
