@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from checkpoint.checkpoint_files import Tensor, read_file, tensor
 from reshard import checkpoint
 from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.checkpoint.formats.torch_dcp import reader
 from reshard.errors import CheckpointError, CoverageError, FormatError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -146,6 +147,30 @@ def test_tensors_of_equal_shapes_that_are_stored_in_other_ways(tmp_path: Path) -
     opened = open_checkpoint(tmp_path / "dcp")
     assert [name for name in opened if opened[name].view(0, 0) is not None] == ["c"]
     assert len({checksum.crc32 for checksum in opened.checksums}) == 5
+
+
+def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of more ranks than can be open, whose chunks tensors have in turn."""
+
+    def state(rank: int) -> dict[str, Any]:
+        mesh = torch_checkpoints.mesh_of(6)
+        wholes = (tensor("float32", (6, 2), seed) for seed in range(5))
+        return {
+            str(number): torch_checkpoints.cut(as_torch(whole), mesh, [Shard(0)])
+            for number, whole in enumerate(wholes)
+        }
+
+    torch_checkpoints.save(tmp_path / "dcp", 6, state)
+    monkeypatch.setattr(reader, "_MAX_OPEN_FILES", 2)
+    made, make = list[Path](), reader.WindowReader.__init__
+
+    def note(self: Any, path: Path, prefetched: Any) -> None:
+        made.append(path)
+        make(self, path, prefetched)
+
+    monkeypatch.setattr(reader.WindowReader, "__init__", note)
+    open_checkpoint(tmp_path / "dcp")
+    assert [path.name for path in made] == [f"__{rank}_0.distcp" for rank in range(6)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -70,6 +70,7 @@ from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, is_plain_name
 from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.filesystem import Closing, read_up_to
 from reshard.checkpoint.storage.remote_files import PrefetchedRanges
+from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.checkpoint.storage.scratch_file import PackedFile, PackedFiles
 from reshard.errors import (
     CheckpointError,
@@ -409,8 +410,14 @@ def shard_lacking_tensors(
 # The parts of an archive that are read to open it: its first records, and its directory.
 _HEAD_BYTES = 1 << 10
 _TAIL_BYTES = 4 << 10
-_CHUNKS_AT_ONCE = 2048
+# Chunks that are requested from a store at once, and that are read in the order of files.
+_REQUESTED_CHUNKS, _READ_CHUNKS = 1 << 11, 1 << 14
 _MAX_OPEN_FILES = 64
+
+
+# An archive of a tensor: its file and offset, the tensor as if the archive began at byte 0, and the
+# checksum of the storage.
+_Archived = tuple[str, int, ArchivedTensor, int | None]
 
 
 class ChunkReader(Closing):
@@ -484,15 +491,16 @@ class ChunkReader(Closing):
         names: list[str] = []
         kind: list[int] = []
         starts: list[int] = []
-        for group in _group_by_chunks(tensors):
-            self._prefetch(chunk for name in group for chunk in _select_chunks(tensors[name]))
+        is_remote = isinstance(self._folder, RemotePath)
+        for group in _group_by_chunks(tensors, _REQUESTED_CHUNKS if is_remote else _READ_CHUNKS):
+            chunks = {name: self._list_chunks(name, tensors[name]) for name in group}
+            self._prefetch(chunk for listed in chunks.values() for chunk in listed)
+            archives = self._find_archives(tensors, chunks)
             for name in group:
-                described = tensors[name]
-                try:
-                    located = self._locate(name, described)
-                except UnreadableTensorError as error:
-                    self.unreadable[name] = str(error)
+                if name in self.unreadable:
                     continue
+                described = tensors[name]
+                located = self._locate(name, described, chunks[name], archives)
                 alike = tuple((rank, *part[:3], part.strides) for rank, part in located)
                 key = described.dtype, described.shape, alike
                 if key not in numbers:
@@ -519,20 +527,45 @@ class ChunkReader(Closing):
         except OSError as error:
             raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
 
-    def _locate(self, name: str, described: DcpTensor) -> list[tuple[int, Region]]:
-        """Return the chunks of a tensor as regions of their files, in the order of ranks."""
+    def _list_chunks(self, name: str, described: DcpTensor) -> list[DcpChunk]:
+        """Return the chunks of a tensor in the order of ranks."""
         chunks = _select_chunks(described)
         if not chunks:
             raise CoverageError(
                 f"tensor {name!r} of shape {list(described.shape)} has no chunk in "
                 f"{self._metadata_name} of {self._folder}; a rank's part of the save is missing"
             )
-        chunks.sort(key=lambda chunk: self._ranks[chunk.place.file])
+        return sorted(chunks, key=lambda chunk: self._ranks[chunk.place.file])
+
+    def _find_archives(
+        self, tensors: Mapping[str, DcpTensor], chunks: Mapping[str, Sequence[DcpChunk]]
+    ) -> dict[StoredBytes, _Archived]:
+        """Return the archives of chunks by their places; tensors in `unreadable` lack some."""
+        ordered = [(chunk, name) for name, listed in chunks.items() for chunk in listed]
+        # In the order of the files, each of which is then opened once.
+        ordered.sort(key=lambda pair: (self._ranks[pair[0].place.file], pair[0].place))
+        archives: dict[StoredBytes, _Archived] = {}
+        for chunk, name in ordered:
+            self.check_inside(name, chunk.place)
+            if name not in self.unreadable:
+                try:
+                    archives[chunk.place] = self._find_archived(name, tensors[name], chunk)
+                except UnreadableTensorError as error:
+                    self.unreadable[name] = str(error)
+        return archives
+
+    def _locate(
+        self,
+        name: str,
+        described: DcpTensor,
+        chunks: Sequence[DcpChunk],
+        archives: Mapping[StoredBytes, _Archived],
+    ) -> list[tuple[int, Region]]:
+        """Return the chunks of a tensor as regions of their files."""
         itemsize_bytes = described.dtype.itemsize_bytes
         located = []
         for chunk in chunks:
-            self.check_inside(name, chunk.place)
-            file, begin, archived, crc32 = self._find_archived(name, described, chunk)
+            file, begin, archived, crc32 = archives[chunk.place]
             # The archive's checksum is of the whole storage. It can be computed while the chunk is
             # read only if the chunk is the storage, in order.
             if crc32 is not None and archived.storage_bytes:
@@ -566,14 +599,8 @@ class ChunkReader(Closing):
         _ = tensor.assembly
         return tensor
 
-    def _find_archived(
-        self, name: str, described: DcpTensor, chunk: DcpChunk
-    ) -> tuple[str, int, ArchivedTensor, int | None]:
-        """Return the location of a chunk's elements, checked against `.metadata`.
-
-        This is the file, the offset of the archive in it, the archive's tensor as if it began at
-        byte 0, and the checksum of its storage.
-        """
+    def _find_archived(self, name: str, described: DcpTensor, chunk: DcpChunk) -> _Archived:
+        """Return the archive of a chunk, checked against `.metadata`."""
         place, shape = chunk.place, chunk.box.shape
         alike = described.dtype.name, shape
         read = partial(self._read, place.file)
@@ -625,13 +652,13 @@ def _is_whole_storage(archived: ArchivedTensor) -> bool:
     return size_bytes == archived.storage_bytes and archived.view.is_dense(archived.shape)
 
 
-def _group_by_chunks(tensors: Mapping[str, DcpTensor]) -> Iterator[list[str]]:
-    """Yield the names of tensors in batches of a few thousand chunks."""
+def _group_by_chunks(tensors: Mapping[str, DcpTensor], chunks: int) -> Iterator[list[str]]:
+    """Yield the names of tensors in batches of about so many chunks."""
     names, count = [], 0
     for name, tensor in tensors.items():
         names.append(name)
         count += len(tensor.chunks)
-        if count >= _CHUNKS_AT_ONCE:
+        if count >= chunks:
             yield names
             names, count = [], 0
     yield names
