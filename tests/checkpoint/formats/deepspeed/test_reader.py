@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,11 +41,26 @@ def test_there_are_records() -> None:
     assert len(NAMES) - len(ZERO) >= 8
 
 
+Record = Callable[[str], tuple[Path, reshard.checkpoint.Checkpoint]]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """Open a record, whose files no test changes, once for all tests."""
+    folder = tmp_path_factory.mktemp("records")
+
+    @functools.cache
+    def open_record(name: str) -> tuple[Path, reshard.checkpoint.Checkpoint]:
+        path = unpack(name, folder)
+        return path, reshard.checkpoint.open(path)
+
+    return open_record
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_optimizer_state_is_what_ranks_held(name: str, tmp_path: Path) -> None:
+def test_optimizer_state_is_what_ranks_held(name: str, record: Record) -> None:
     """Float32 weights and moments of every parameter, and no others."""
-    folder = unpack(name, tmp_path)
-    checkpoint = reshard.checkpoint.open(folder)
+    folder, checkpoint = record(name)
     held = read_digests(folder, "held.json")
     expected = {
         f"optimizer.state.{parameter}.{key}": value
@@ -58,10 +75,9 @@ def test_optimizer_state_is_what_ranks_held(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_merged_weights_are_those_of_zero_to_fp32(name: str, tmp_path: Path) -> None:
+def test_merged_weights_are_those_of_zero_to_fp32(name: str, record: Record) -> None:
     """DeepSpeed's own script makes the same float32 weights; frozen ones and buffers too."""
-    folder = unpack(name, tmp_path)
-    checkpoint = reshard.checkpoint.open(folder)
+    folder, checkpoint = record(name)
     shared = checkpoint.values.get("shared_params", {})
     for parameter, value in read_digests(folder, "fp32.json").items():
         own = shared.get(parameter, parameter)
@@ -77,10 +93,9 @@ def test_merged_weights_are_those_of_zero_to_fp32(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_no_tensor_is_kept(name: str, tmp_path: Path) -> None:
+def test_what_is_no_tensor_is_kept(name: str, record: Record) -> None:
     """Counters, schedulers, a user's state, and groups with the names of parameters."""
-    folder = unpack(name, tmp_path)
-    checkpoint = reshard.checkpoint.open(folder)
+    folder, checkpoint = record(name)
     values = checkpoint.values
     assert (values["global_steps"], values["epoch"], values["note"]) == (2, 3, "of a user")
     assert values["history"] == [0.5, {"loss": 0.25, "grid": (2, 3)}]
@@ -96,12 +111,11 @@ def test_what_is_no_tensor_is_kept(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [one for one in NAMES if "sgd" not in one])
-def test_steps_are_those_of_the_run(name: str, tmp_path: Path) -> None:
+def test_steps_are_those_of_the_run(name: str, record: Record) -> None:
     """Two of each parameter, wherever its optimizer keeps them."""
-    folder = unpack(name, tmp_path)
     # Without ZeRO the optimizers for 16 bits take a step of zeros first, to make the state.
     taken = 3 if name.startswith(("zero0-bf16", "zero0-fp16")) else 2
-    checkpoint = reshard.checkpoint.open(folder)
+    folder, checkpoint = record(name)
     for parameter in read_digests(folder, "held.json"):
         own = f"optimizer.state.{parameter}.step"
         if own in checkpoint:
