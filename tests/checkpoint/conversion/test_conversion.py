@@ -298,6 +298,21 @@ def test_what_is_planned_is_read_and_written(
     assert checkpoint.compare(source, full).is_same
 
 
+def test_sizes_have_their_former_names_for_a_version(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", {"w": tensor("float32", (4, 4), 1)})
+    plan = checkpoint.plan_conversion(tmp_path / "model.safetensors", tmp_path / "o", to="full")
+    size = plan.workspace_size(1 << 20)
+    with pytest.warns(DeprecationWarning, match="workspace_bytes_of is now workspace_size"):
+        assert plan.workspace_bytes_of(1 << 20) == size.size_bytes
+    with pytest.warns(DeprecationWarning, match="batch_bytes is now workspace_size"):
+        assert plan.batch_bytes(1 << 20) == size.batch_bytes
+    with (
+        pytest.warns(DeprecationWarning, match="new_workspace is now"),
+        plan.new_workspace() as own,
+    ):
+        assert own.span_bytes == size.span_bytes
+
+
 @pytest.mark.parametrize(
     ("shape", "rule"),
     keep_covering(

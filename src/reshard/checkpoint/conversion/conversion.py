@@ -18,7 +18,7 @@ import numpy as np
 
 from reshard._records import Record
 from reshard.checkpoint.blocks import grid as blocks
-from reshard.checkpoint.blocks.block_io import OpenFiles, WorkspaceSize
+from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, WorkspaceSize
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed_tensors import (
     SCRATCH_BYTES,
@@ -313,6 +313,25 @@ class Conversion(Record):
                 return size
             batch_bytes //= 2
         return self._least
+
+    def workspace_bytes_of(self, extra_bytes: int) -> int:
+        """Return `workspace_size(extra_bytes).size_bytes`, under its former name."""
+        return self._find_size("workspace_bytes_of", extra_bytes).size_bytes
+
+    def batch_bytes(self, extra_bytes: int) -> int:
+        """Return `workspace_size(extra_bytes).batch_bytes`, under its former name."""
+        return self._find_size("batch_bytes", extra_bytes).batch_bytes
+
+    def new_workspace(self, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> Workspace:
+        """Return `workspace_size(extra_bytes).new_workspace()`, under its former name."""
+        return self._find_size("new_workspace", extra_bytes).new_workspace()
+
+    def _find_size(self, former: str, extra_bytes: int) -> WorkspaceSize:
+        import warnings
+
+        text = f"Conversion.{former} is now workspace_size"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        return self.workspace_size(extra_bytes)
 
     def threads(self, extra_bytes: int, most: int | None = None) -> int:
         """Return the number of threads that fit into `extra_bytes`.
