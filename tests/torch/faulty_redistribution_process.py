@@ -5,6 +5,7 @@ Argument: what goes wrong. Ranks that end another way than they should exit with
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -332,10 +333,19 @@ def outside() -> None:
 def absent() -> None:
     """One rank raises before it redistributes: the others do not wait for ever."""
     if dist.get_rank() == 1:
-        time.sleep(2 * TIMEOUT_S)
+        outlive_others()
         return
     rows, columns = layouts()
     expect(RunError, "does not answer", lambda: redistribute(own(), columns, source=rows))
+
+
+def outlive_others() -> None:
+    """Keep this process alive until the others have raised, so that they do not see it end."""
+    board, limit_s = dist.distributed_c10d._get_default_store(), time.monotonic() + LONG_S
+    # The store ends with rank 0.
+    with contextlib.suppress(RuntimeError):
+        while not board.check(["raised/0", "raised/2"]) and time.monotonic() < limit_s:
+            time.sleep(0.05)
 
 
 def in_the_middle(fail: Callable[[], None]) -> None:
@@ -376,8 +386,7 @@ def raising() -> None:
     rank = dist.get_rank()
     if rank == 1:
         in_the_middle(out_of_memory)
-        # Its process lives on, so that others do not see it end.
-        time.sleep(2 * TIMEOUT_S)
+        outlive_others()
     else:
         in_the_middle(out_of_memory)
 
@@ -403,8 +412,7 @@ def raising_before() -> None:
         ": out of memory",
     )
     if rank == 1:
-        # Its process lives on, so that others do not see it end.
-        time.sleep(2 * TIMEOUT_S)
+        outlive_others()
 
 
 def await_word(board: Any, word: str) -> None:
@@ -424,7 +432,7 @@ def in_a_message(sender: int, receiver: int) -> None:
 
     def stopping(self: MessageExchange) -> None:
         # The other end has begun.
-        time.sleep(0.5)
+        time.sleep(0.3)
         start(self)
         board.set("stopping", "")
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -432,7 +440,7 @@ def in_a_message(sender: int, receiver: int) -> None:
     def kill() -> None:
         await_word(board, "stopping")
         # The socket is full.
-        time.sleep(1)
+        time.sleep(0.5)
         os.kill(processes[1], signal.SIGKILL)
 
     if rank == 1:
@@ -500,15 +508,15 @@ def killed_while_it_tells() -> None:
     def late(self: RankGroup, tensor: torch.Tensor, sender: int) -> None:
         board.set("late", "")
         # Rank 0 waits for it already, and reads nothing.
-        time.sleep(2)
+        time.sleep(1)
         broadcast(self, tensor, sender)
 
     def stop_and_kill() -> None:
         await_word(board, "late")
-        time.sleep(1)
+        time.sleep(0.5)
         os.kill(processes[0], signal.SIGSTOP)
         # The socket is full.
-        time.sleep(3)
+        time.sleep(1.5)
         os.kill(processes[1], signal.SIGKILL)
         os.kill(processes[0], signal.SIGCONT)
 
@@ -576,7 +584,7 @@ def in_a_program(fail: Callable[[], None], is_slow: bool) -> None:
     expect(RunError, words, begun.wait, CULPRIT, cause)
     expect(RunError, "not usable", begun.wait)
     if is_slow and rank == 1:
-        time.sleep(2 * TIMEOUT_S)
+        outlive_others()
 
 
 def raising_in_a_program() -> None:
@@ -629,8 +637,10 @@ def main(fault: str) -> None:
         bystander,
     )
     {one.__name__: one for one in faults}[fault]()
-    # Rank 1 is the one that fails.
-    end_last([2])
+    # Rank 1 is the one that fails, whom nobody waits for.
+    if dist.get_rank() != 1:
+        dist.distributed_c10d._get_default_store().set(f"raised/{dist.get_rank()}", "")
+        end_last([2])
 
 
 if __name__ == "__main__":
