@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -19,7 +20,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 TESTS = Path(__file__).parent
 
@@ -235,3 +239,20 @@ def subtest(name: str) -> AbstractContextManager[None, bool | None]:
         return contextlib.nullcontext()
     context: AbstractContextManager[None, bool | None] = subtests.test(name)
     return context
+
+
+def expect_cases(ended: list[Ended], subtests: pytest.Subtests) -> None:
+    """Show each case that the ranks report (`rank_cases.report_each`), and fail as others do."""
+    # Whether a case has ended, by rank and name.
+    cases: list[dict[str, bool]] = [{} for _ in ended]
+    for of_rank, rank in zip(cases, ended, strict=True):
+        for line in rank.output.splitlines():
+            if line.startswith('{"case": '):
+                report = json.loads(line)
+                of_rank[report["case"]] = report["has_ended"]
+    assert all(cases), "a rank has reported no case"
+    for name in dict.fromkeys(itertools.chain(*cases)):
+        with subtests.test(name):
+            missing = [rank for rank, of_rank in enumerate(cases) if not of_rank.get(name)]
+            assert not missing, f"{name} did not end on the ranks {missing}"
+    expect_all_end_well(ended)

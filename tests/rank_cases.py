@@ -1,8 +1,10 @@
-"""Run cases as one rank of a gloo job, and end."""
+"""Run cases as one rank of a gloo job, report each by its name, and end."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
@@ -12,9 +14,25 @@ import torch.distributed as dist
 def run_cases(cases: Iterable[Callable[[], object]]) -> NoReturn:
     """Run every case in turn on all ranks, and leave the job and the process together."""
     dist.init_process_group("gloo")
-    for case in cases:
-        case()
+    report_each(cases)
     dist.barrier()
     dist.destroy_process_group()
     # Now and then torch 2.13 aborts while the interpreter takes its threads down.
     os._exit(0)
+
+
+def report_each(cases: Iterable[Callable[[], object]]) -> None:
+    """Run every case in turn, with a line of JSON before it and after it.
+
+    `live_processes.expect_cases` reads the lines.
+    """
+    for case in cases:
+        name = getattr(case, "__name__", repr(case))
+        _report(name, has_ended=False)
+        case()
+        _report(name, has_ended=True)
+
+
+def _report(name: str, has_ended: bool) -> None:
+    sys.stdout.write(json.dumps({"case": name, "has_ended": has_ended}) + "\n")
+    sys.stdout.flush()

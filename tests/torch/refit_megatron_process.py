@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import reshard
 from conformance.test_megatron_models import Model
+from rank_cases import report_each
 from refit_models import expect, expect_same, laid_out, module_of
 from reshard.errors import ReshardError, ShardError
 from reshard.megatron.names import MegatronNames
@@ -391,16 +392,20 @@ def with_tied_ends() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    between_megatrons_own_pairs()
+    report_each([between_megatrons_own_pairs])
     if dist.get_world_size() == 4:
-        between_all_pairs()
-        by_megatrons_lists()
-        with_live_groups()
-        groups_that_cannot_be()
-        with_offsets()
-        with_what_attributes_leave_out()
-        with_gates_that_are_not_marked()
-        with_tied_ends()
+        report_each(
+            [
+                between_all_pairs,
+                by_megatrons_lists,
+                with_live_groups,
+                groups_that_cannot_be,
+                with_offsets,
+                with_what_attributes_leave_out,
+                with_gates_that_are_not_marked,
+                with_tied_ends,
+            ]
+        )
     dist.barrier()
     dist.destroy_process_group()
 

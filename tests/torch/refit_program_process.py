@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import reshard
+from rank_cases import report_each
 from refit_models import Allocations, expect, refused
 from reshard.cost import load_preset
 from reshard.errors import LayoutError, PlanError, RunError, UsageError
@@ -417,8 +418,7 @@ CASES: dict[str, Sequence[Callable[[], None]]] = {
 
 def main(cases: str) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    for case in CASES[cases]:
-        case()
+    report_each(CASES[cases])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ shipped recipes; that these are right is tested in `tests/recipes`.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
+from rank_cases import run_cases
 from refit_models import Values, expect, expect_same, laid_out, module_of, whole, zeros
 from reshard.errors import ShardError
 from reshard.megatron.names import MegatronNames, PipelineLayers
@@ -355,21 +355,17 @@ def on_later_ranks() -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    for case in (
-        to_plain_and_back,
-        one_key_and_value_head,
-        counted_from_zero,
-        engines_that_fuse,
-        on_later_ranks,
-        what_cannot_be,
-    ):
-        case()
-    dist.barrier()
-    dist.destroy_process_group()
+    run_cases(
+        [
+            to_plain_and_back,
+            one_key_and_value_head,
+            counted_from_zero,
+            engines_that_fuse,
+            on_later_ranks,
+            what_cannot_be,
+        ]
+    )
 
 
 if __name__ == "__main__":
     main()
-    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
-    os._exit(0)

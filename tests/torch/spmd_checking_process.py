@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import reshard
 import reshard.spmd as sp
+from rank_cases import report_each
 from refit_models import expect, refused
 from reshard.errors import PlanError, ShardError
 
@@ -72,8 +73,7 @@ def different_ranks() -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     with sp.running(sp.over_processes()):
-        equal_ranks()
-        different_ranks()
+        report_each([equal_ranks, different_ranks])
     dist.barrier()
     dist.destroy_process_group()
 

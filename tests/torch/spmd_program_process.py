@@ -5,6 +5,7 @@ Arguments: how many operations ahead movements begin, for each of which programs
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import reshard.spmd as sp
+from rank_cases import report_each
 from reshard import DeviceMesh, spec
 from reshard.errors import ArrayIndexError, MeshError, PlanError, ReshardError, RunError, UsageError
 from reshard.topology import Device, Link, Topology
@@ -474,21 +476,30 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with sp.running(sp.over_processes()):
-        check_other_meshes()
-        check_arrays_from_elsewhere()
-        check_meshes_of_some_ranks()
-        check_overlap()
-        check_pieces()
-        check_memory()
-        check_torch_gradients()
-        check_failed_movement()
+        report_each(
+            [
+                check_other_meshes,
+                check_arrays_from_elsewhere,
+                check_meshes_of_some_ranks,
+                check_overlap,
+                check_pieces,
+                check_memory,
+                check_torch_gradients,
+                check_failed_movement,
+            ]
+        )
         for overlap in map(int, sys.argv[1:]):
-            check_rounds(overlap)
-            check_loops(overlap)
-            check_infinite_factors(overlap)
-            check_threads(overlap)
-            check_difference(overlap)
-            check_failure(overlap)
+            report_each(
+                functools.update_wrapper(functools.partial(check, overlap), check)
+                for check in (
+                    check_rounds,
+                    check_loops,
+                    check_infinite_factors,
+                    check_threads,
+                    check_difference,
+                    check_failure,
+                )
+            )
     dist.destroy_process_group()
 
 

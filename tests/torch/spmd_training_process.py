@@ -16,6 +16,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.spmd as sp
+from rank_cases import report_each
 from reshard import DeviceMesh
 from reshard.errors import UsageError
 from selection import choose
@@ -96,9 +97,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with sp.running(sp.over_processes()):
-        check_operators()
-        check_training()
-        check_refusals()
+        report_each([check_operators, check_training, check_refusals])
     dist.destroy_process_group()
 
 
