@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from cli.command_runs import Run, clean_environment, entries, run_here, write_model
+from reshard.checkpoint.blocks import grid
 
 # The command, with every block of a tensor slowed down, and a file that tells of the ninth.
 SLOWED = """
 import signal, sys, time
 from pathlib import Path
-from reshard.checkpoint.blocks import block_io
+from reshard.checkpoint.blocks import block_io, grid
+grid.BLOCK_BYTES = 1 << 18
 # A shell may have started the tests with it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 blocks = 0
@@ -36,14 +38,19 @@ from reshard.cli import main
 sys.exit(main())
 """
 ARGUMENTS = ("convert", "large", "new", "--to", "tp=4", "--rule", "*=-, tp")
-ROWS, COLUMNS = 3072, 4096
+ROWS, COLUMNS = 768, 1024
+
+
+def write_rows(folder: Path, rows: int, columns: int) -> Path:
+    values = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
+    return write_model(folder / "large", weight=values)
 
 
 @pytest.fixture
-def large(folder: Path) -> Path:
-    """A tensor of 48 MiB: a dozen blocks."""
-    values = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(ROWS, COLUMNS)
-    return write_model(folder / "large", weight=values)
+def large(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tensor of a dozen blocks, which are smaller than usual."""
+    monkeypatch.setattr(grid, "BLOCK_BYTES", 1 << 18)
+    return write_rows(folder, ROWS, COLUMNS)
 
 
 def interrupted(folder: Path, *arguments: str, times: int = 1) -> Run:
@@ -131,9 +138,8 @@ def test_reading_is_interrupted_in_one_line(
     assert stopped.json["error"]["kind"] == "InterruptedRunError"
 
 
-def test_a_signal_at_any_moment_leaves_a_checkpoint_or_a_resumable_folder(
-    folder: Path, large: Path
-) -> None:
+def test_a_signal_at_any_moment_leaves_a_checkpoint_or_a_resumable_folder(folder: Path) -> None:
+    write_rows(folder, 3072, 4096)
     command = [sys.executable, "-c", "from reshard.cli import main; raise SystemExit(main())"]
     for delay_s in (0.3, 0.5, 0.7, 0.9):
         process = subprocess.Popen(
