@@ -93,12 +93,8 @@ class _PieceSearch:
         topology: Topology,
         library: str,
     ) -> None:
-        self._outputs, self._operations, self._estimates = (
-            graph.outputs,
-            graph.operations,
-            estimates,
-        )
-        self._topology, self._library = topology, library
+        self._outputs, self._operations = graph.outputs, graph.operations
+        self._estimates, self._topology, self._library = estimates, topology, library
         self._kinds = [value.type for value in graph.values]
         self._maker = {n: at for at, one in enumerate(graph.operations) for n in one.results}
         self._readers: dict[int, list[int]] = {}
