@@ -206,7 +206,7 @@ def test_what_cannot_be_chosen_is_refused() -> None:
         sp.auto(3, ONE, x, x)
     with pytest.raises(UsageError, match="live_bytes=0"):
         sp.auto(product, ONE, x, x, live_bytes=0)
-    with pytest.raises(UsageError, match="no Topology"):
+    with pytest.raises(UsageError, match="not a Topology"):
         sp.auto(product, ONE, x, x, topology="fast")
     there = x.with_spec(spec(TWO, "x, -"))
     with pytest.raises(MeshError, match="arrays over"):
