@@ -222,7 +222,7 @@ def test_the_sharding_of_a_function_is_that_of_its_result() -> None:
             UsageError,
             r"\[1, 2\], a list; ",
         ),
-        (lambda x: reshard_tensor(x, None, "x, -", MESH), UsageError, r"to_spec 'x, -' is not a Shar"),
+        (lambda x: reshard_tensor(x, None, "x, -", MESH), UsageError, "to_spec 'x, -' is not"),
         (lambda x: reshard_tensor(x, None, None, None), UsageError, r"over None; give the DeviceM"),
         (
             lambda x: reshard_tensor(x, spec(MESH, "tp, -"), None, MESH),
