@@ -38,7 +38,7 @@ IMPORTED_WHEN_USED = (
     "torch.distributed.tensor.experimental._attention",
 )
 """Modules that functions of torch, NumPy and safetensors import when ranks call them."""
-DRIVERS = {"<lambda>", "<module>", "main", "run_cases"}
+DRIVERS = {"<lambda>", "<module>", "main", "report_each", "run_cases"}
 """Functions of scripts that run their cases."""
 OF_EACH_RANK = {"link_ends"}
 """Modules that read the number of their rank when they are imported."""
@@ -60,6 +60,8 @@ def become_rank(rank: int, folder: Path, run: Callable[[], object]) -> None:
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         sys.stderr.write(f"{ended.code}\n")
+        if code:
+            (folder / f"case{rank}").write_text(find_case(ended))
     except BaseException as error:
         traceback.print_exc()
         (folder / f"case{rank}").write_text(find_case(error))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import itertools
 import json
 import os
 import random
@@ -20,10 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import pytest
+from typing import Any
 
 TESTS = Path(__file__).parent
 
@@ -218,7 +214,13 @@ def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 18
 
 
 def expect_all_end_well(ended: list[Ended]) -> None:
-    """Fail with what the ranks wrote, where one of them failed; failing cases are items by name."""
+    """Fail with what the ranks wrote, where one of them failed.
+
+    Cases are items by name: those that ranks fail in, and those that end on all of them.
+    """
+    for case in find_ended_cases(ended):
+        with subtest(case):
+            pass
     told = "\n".join(f"--- rank {rank}\n{one.output}" for rank, one in enumerate(ended))
     cases = dict.fromkeys(one.case for one in ended if one.case)
     for case in cases:
@@ -226,6 +228,16 @@ def expect_all_end_well(ended: list[Ended]) -> None:
             raise AssertionError(told)
     told = f"ranks failed in {', '.join(cases)}" if cases else told
     assert [one.code for one in ended] == [0] * len(ended), told
+
+
+def find_ended_cases(ended: list[Ended]) -> list[str]:
+    """Return the cases that all ranks report to have ended (`rank_cases.report_each`), in order."""
+    lines = [rank.output.splitlines() for rank in ended]
+    return [
+        json.loads(line)["ended"]
+        for line in lines[0]
+        if line.startswith('{"ended": ') and all(line in others for others in lines)
+    ]
 
 
 def subtest(name: str) -> AbstractContextManager[None, bool | None]:
@@ -239,20 +251,3 @@ def subtest(name: str) -> AbstractContextManager[None, bool | None]:
         return contextlib.nullcontext()
     context: AbstractContextManager[None, bool | None] = subtests.test(name)
     return context
-
-
-def expect_cases(ended: list[Ended], subtests: pytest.Subtests) -> None:
-    """Show each case that the ranks report (`rank_cases.report_each`), and fail as others do."""
-    # Whether a case has ended, by rank and name.
-    cases: list[dict[str, bool]] = [{} for _ in ended]
-    for of_rank, rank in zip(cases, ended, strict=True):
-        for line in rank.output.splitlines():
-            if line.startswith('{"case": '):
-                report = json.loads(line)
-                of_rank[report["case"]] = report["has_ended"]
-    assert all(cases), "a rank has reported no case"
-    for name in dict.fromkeys(itertools.chain(*cases)):
-        with subtests.test(name):
-            missing = [rank for rank, of_rank in enumerate(cases) if not of_rank.get(name)]
-            assert not missing, f"{name} did not end on the ranks {missing}"
-    expect_all_end_well(ended)

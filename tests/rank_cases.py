@@ -22,17 +22,12 @@ def run_cases(cases: Iterable[Callable[[], object]]) -> NoReturn:
 
 
 def report_each(cases: Iterable[Callable[[], object]]) -> None:
-    """Run every case in turn, with a line of JSON before it and after it.
+    """Run every case in turn, and write a line of JSON after each.
 
-    `live_processes.expect_cases` reads the lines.
+    `live_processes.find_ended_cases` reads the lines.
     """
     for case in cases:
-        name = getattr(case, "__name__", repr(case))
-        _report(name, has_ended=False)
         case()
-        _report(name, has_ended=True)
-
-
-def _report(name: str, has_ended: bool) -> None:
-    sys.stdout.write(json.dumps({"case": name, "has_ended": has_ended}) + "\n")
-    sys.stdout.flush()
+        name = getattr(case, "__name__", repr(case))
+        sys.stdout.write(json.dumps({"ended": name}) + "\n")
+        sys.stdout.flush()

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from host_network import HostNetwork, why_not
-from live_processes import expect_all_end_well, expect_cases, run_ranks
+from live_processes import expect_all_end_well, run_ranks
 from selection import keep_where
 
 pytest.importorskip("torch")
@@ -15,8 +15,8 @@ pytest.importorskip("torch")
 RATE = 250_000_000
 
 
-def test_stages_between_four_ranks(subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("stages_process.py", 4), subtests)
+def test_stages_between_four_ranks() -> None:
+    expect_all_end_well(run_ranks("stages_process.py", 4))
 
 
 @pytest.mark.parametrize(

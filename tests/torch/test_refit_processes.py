@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from live_processes import expect_all_end_well, expect_cases, free_port, run_ranks
+from live_processes import expect_all_end_well, free_port, run_ranks
 from selection import keep_where
 
 pytest.importorskip("torch")
@@ -16,27 +16,27 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "refit.md"
 
 
-def test_models_between_four_ranks(subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("refit_process.py", 4), subtests)
+def test_models_between_four_ranks() -> None:
+    expect_all_end_well(run_ranks("refit_process.py", 4))
 
 
 @pytest.mark.parametrize(
     "ranks", keep_where(lambda ranks: ranks == 2, (2, 5), "the same models on more ranks")
 )
-def test_what_is_kept_between_runs_is_not_stale(ranks: int, subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("refit_stale_process.py", ranks), subtests)
+def test_what_is_kept_between_runs_is_not_stale(ranks: int) -> None:
+    expect_all_end_well(run_ranks("refit_stale_process.py", ranks))
 
 
-def test_modules_that_compute_with_more_than_their_tensors(subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("refit_modules_process.py", 2), subtests)
+def test_modules_that_compute_with_more_than_their_tensors() -> None:
+    expect_all_end_well(run_ranks("refit_modules_process.py", 2))
 
 
-def test_fused_parameters_between_four_ranks(subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("refit_fusion_process.py", 4), subtests)
+def test_fused_parameters_between_four_ranks() -> None:
+    expect_all_end_well(run_ranks("refit_fusion_process.py", 4))
 
 
-def test_tensors_that_move_by_programs(subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("refit_program_process.py", 4, "moves"), subtests)
+def test_tensors_that_move_by_programs() -> None:
+    expect_all_end_well(run_ranks("refit_program_process.py", 4, "moves"))
 
 
 def test_where_a_rank_is_killed_between_steps_of_programs_all_raise() -> None:
@@ -45,32 +45,32 @@ def test_where_a_rank_is_killed_between_steps_of_programs_all_raise() -> None:
     assert [one.code for one in ended] == [0, 7, 0, 0], told
 
 
-def test_models_by_recipes_between_four_ranks(subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("refit_recipe_process.py", 4), subtests)
+def test_models_by_recipes_between_four_ranks() -> None:
+    expect_all_end_well(run_ranks("refit_recipe_process.py", 4))
 
 
 @pytest.mark.exhaustive(reason="twelve ranks; four ranks refit models of Megatron by default")
-def test_megatrons_pairs_between_twelve_ranks(subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("refit_pairs_process.py", 12), subtests)
+def test_megatrons_pairs_between_twelve_ranks() -> None:
+    expect_all_end_well(run_ranks("refit_pairs_process.py", 12))
 
 
 def test_latent_attention_and_shared_experts() -> None:
     expect_all_end_well(run_ranks("refit_latent_process.py", 4))
 
 
-def test_weights_that_are_quantised_on_the_way(subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("quantize_process.py", 4), subtests)
+def test_weights_that_are_quantised_on_the_way() -> None:
+    expect_all_end_well(run_ranks("quantize_process.py", 4))
 
 
-def test_consumers_that_are_compiled_or_captured(subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("refit_compiled_process.py", 2), subtests)
+def test_consumers_that_are_compiled_or_captured() -> None:
+    expect_all_end_well(run_ranks("refit_compiled_process.py", 2))
 
 
 @pytest.mark.parametrize(
     "ranks", keep_where(lambda ranks: ranks == 4, (4, 8), "the same models on more ranks")
 )
-def test_models_of_megatron(ranks: int, subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("refit_megatron_process.py", ranks), subtests)
+def test_models_of_megatron(ranks: int) -> None:
+    expect_all_end_well(run_ranks("refit_megatron_process.py", ranks))
 
 
 def test_models_that_megatron_core_had_get_the_hubs_names() -> None:
@@ -113,5 +113,5 @@ def test_a_group_of_two_jobs() -> None:
     assert [one.code for one in ended] == [0, 7, 0, 0], told
 
 
-def test_models_as_people_write_them(subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("refit_sides_process.py", 4), subtests)
+def test_models_as_people_write_them() -> None:
+    expect_all_end_well(run_ranks("refit_sides_process.py", 4))

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from live_processes import expect_cases, run_ranks
+from live_processes import expect_all_end_well, run_ranks
 
 
-def test_what_changed_is_sent_and_nothing_else(subtests: pytest.Subtests) -> None:
-    expect_cases(run_ranks("changes_process.py", 4), subtests)
+def test_what_changed_is_sent_and_nothing_else() -> None:
+    expect_all_end_well(run_ranks("changes_process.py", 4))
