@@ -95,7 +95,7 @@ def threads() -> None:
             wrong.append(value)
 
     # 1. Both ranks begin the first one before the second, which one rank has waiting.
-    late_s = [2.0 * rank, 2.0 * rank + 0.3]
+    late_s = [1.0 * rank, 1.0 * rank + 0.3]
     # 2. Rank 1 begins the second one before the first.
     wait_s = [0.0, 0.3][:: -1 if rank else 1]
     for names in (None, ["first", "second"]):

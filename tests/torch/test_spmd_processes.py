@@ -17,7 +17,7 @@ def test_what_one_rank_s_elements_refuse_is_raised_on_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "ranks", keep_where(lambda ranks: ranks == 3, (2, 3, 4), "uneven parts are default")
+    "ranks", keep_where(lambda ranks: ranks == 2, (2, 3, 4), "the same on a mesh of two")
 )
 def test_what_networks_are_made_of_over_processes(ranks: int) -> None:
     expect_all_end_well(run_ranks("spmd_network_process.py", ranks))
