@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.execution.arrays import combine, identity, scale
+from reshard.execution.arrays import check_reduction, combine, identity, scale
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.spmd.core.backend import Library
@@ -249,7 +249,13 @@ def _make_shard(
     numerator, denominator = change.scale
     if numerator == denominator:
         return made
-    return lambda shards: scale(made(shards), numerator, denominator)
+
+    def scaled(shards: Shards) -> Any:
+        # A mean of integers is not exact.
+        check_reduction(change.source.reduction or "sum", library.dtype_of(shards[0]))
+        return scale(made(shards), numerator, denominator)
+
+    return scaled
 
 
 def _fill_identity(layout: Layout, cell: int, library: Library) -> Callable[[Shards], Any]:
