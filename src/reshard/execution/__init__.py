@@ -16,14 +16,22 @@ from typing import TYPE_CHECKING
 from reshard._lazy import attach
 
 if TYPE_CHECKING:
-    from reshard.execution.arrays import combine, identity, missing_bytes, scale
+    from reshard.execution.arrays import check_reduction, combine, identity, missing_bytes, scale
     from reshard.execution.engine import element_positions
 
-__all__ = ["combine", "element_positions", "identity", "missing_bytes", "scale"]
+__all__ = [
+    "check_reduction",
+    "combine",
+    "element_positions",
+    "identity",
+    "missing_bytes",
+    "scale",
+]
 
 __getattr__, __dir__ = attach(
     __name__,
     {
+        "check_reduction": "reshard.execution.arrays",
         "combine": "reshard.execution.arrays",
         "element_positions": "reshard.execution.engine",
         "identity": "reshard.execution.arrays",
