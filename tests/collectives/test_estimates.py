@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 import reshard
 from collectives.sharding_pairs import Pair, pairs
-from reshard.collectives import Exchange, find_program
+from reshard.collectives import AllGather, Exchange, Slice, find_program
+from reshard.collectives.estimates import estimate_steps
 from reshard.cost import LIBRARIES, Estimate
 from reshard.errors import LayoutError, UsageError
-from reshard.topology import Link, Topology
+from reshard.topology import Link, Overhead, Topology
 from selection import choose
 
 # A byte takes a second within a host, ten between hosts.
@@ -160,3 +161,16 @@ def test_a_permute_sends_whole_shards() -> None:
     assert [step.name for step in program.steps] == ["permute"]
     found = program.estimate("float32", TOPOLOGY)
     assert (found.latency_s, found.transfer_s) == (100, 16)
+
+
+def test_a_gather_by_messages_copies_its_own_part_unless_it_is_in_place() -> None:
+    mesh = reshard.DeviceMesh.of(x=2, y=2)
+    whole, halves, quarters = (reshard.spec(mesh, text) for text in ("-", "x", "x y"))
+    topology = Topology([0] * 4, None, NEAR, overhead=Overhead(copies=Link(1.0)))
+    gather = AllGather((8,), halves, whole, ("x",))
+    to_halves = AllGather((8,), quarters, halves, ("y",))
+    cut = Slice((8,), whole, halves, ("x",))
+    # In the caller's array; in the array of the gather before; a view of the array that was cut.
+    for before, copy_s in (([], 4), ([to_halves], 0), ([cut], 4)):
+        part = estimate_steps([*before, gather], "int8", topology, "gloo").parts[-1]
+        assert (part.latency_s, part.transfer_s, part.copy_s) == (100, 4, copy_s)

@@ -278,6 +278,18 @@ def test_invalid_jobs_are_not_relabelled() -> None:
         relabel(job_of(huge, huge))
 
 
+@pytest.mark.parametrize("elements", [2**50 - 1, 2**50])
+def test_worths_are_refused_from_the_limit_on(elements: int) -> None:
+    """A position of two ranks with all elements but one, and that one: doubles have 53 bits."""
+    source = Layout.flat_ranges((elements,), {0: (0, elements - 1), 1: (elements - 1, elements)})
+    job = job_of(source, Layout.whole((elements,), [0], 2))
+    if elements < 2**50:
+        assert relabel(job, ranks=[0, 1]).moved_bytes == 1
+        return
+    with pytest.raises(PlanError, match=f"worth up to {2**51} units each cannot be compared"):
+        relabel(job, ranks=[0, 1])
+
+
 def test_without_scipy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     layout = Layout.replicated((2,))

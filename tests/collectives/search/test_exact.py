@@ -170,6 +170,21 @@ def test_over_budget_the_best_known_is_kept() -> None:
     assert (quick_is_cheapest, proved_is_cheapest) == (False, True)
 
 
+@pytest.mark.parametrize(("before", "after"), [("-, x", "b, -"), ("x, -", "-, b a")])
+def test_the_constructive_search_crosses_to_the_other_mesh(before: str, after: str) -> None:
+    """No single rearrangement leads from a mesh of 2 x 3 to one of 3 x 2."""
+    source = reshard.spec(reshard.DeviceMesh.of(x=2, y=3), before)
+    target = reshard.spec(reshard.DeviceMesh.of(a=3, b=2), after)
+    problem = make_problem(source, target, (6, 6))
+    assert problem is not None
+    path = constructive_search(problem)
+    assert path is not None
+    assert [state.prime_mesh for state in path][:: len(path) - 1] == [0, 1]
+    assert problem.is_reached(path[-1])
+    best = exact_outcome(problem, None)[0]
+    assert best is not None and path_cost(problem, best) <= path_cost(problem, path)
+
+
 def test_the_work_done_is_the_same_every_time() -> None:
     sides = ({"x": 2, "y": 2, "z": 2, "w": 4}, "y z w:(1)2, -", "y, x w", (16, 8))
     outcomes = [exact_outcome(problem_on(*sides)) for _ in range(2)]

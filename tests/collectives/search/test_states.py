@@ -22,6 +22,7 @@ from reshard.collectives import (
     find_program,
 )
 from reshard.collectives.search.states import (
+    GroupIntervals,
     PrimeMesh,
     Problem,
     Space,
@@ -175,6 +176,12 @@ def test_counts_of_groups_below_an_index(
             for index in range(box.start[0], box.stop[0])
         }
         assert found[place] == len(indices & own)
+
+
+def test_indices_below_the_first_part_are_not_counted() -> None:
+    held = GroupIntervals(np.array([0]), np.array([2]), np.array([4]), length=10)
+    counts = [int(held.count_below(np.array([index]))[0]) for index in range(6)]
+    assert counts == [0, 0, 0, 1, 2, 2]
 
 
 def in_one_frame(pair: Pair) -> Problem | None:

@@ -103,6 +103,8 @@ def test_parts_are_graphs_by_themselves() -> None:
     assert sorted({*first.places, *second.places, *third.places}) == [
         place for place, one in enumerate(recorded.operations) if one.operator != "with_sharding"
     ]
+    # Two values leave the first mesh, one leaves the second, and the third has the result.
+    assert [len(part.graph.outputs) for part in (first, second, third)] == [2, 1, 1]
 
 
 def test_the_same_ranks_in_another_order_change_places() -> None:

@@ -142,6 +142,36 @@ def test_the_loss_scaler_goes_on(name: str, format: str, tmp_path: Path) -> None
     assert values["optimizer.dynamic_loss_scale"] is True
 
 
+def test_a_new_loss_scaler_has_taken_no_step(tmp_path: Path) -> None:
+    """Weights of float16 without a scaler get the one that DeepSpeed begins with."""
+    weight = torch.arange(4.0)
+    kinds = {key: weight + n for n, key in enumerate(("master", "exp_avg", "exp_avg_sq"))}
+    state = {"a.weight": {"step": torch.tensor(1.0), **kinds}}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": ["a.weight"]}]}
+    saved = {"model": {"a.weight": weight.half()}, "optimizer": optimizer}
+    torch.save(saved, tmp_path / "s.pt")
+    reshard.checkpoint.convert(
+        tmp_path / "s.pt", tmp_path / "new", to="dp=1", format="deepspeed-zero1"
+    )
+    values = reshard.checkpoint.open(tmp_path / "new").values
+    prefix = "optimizer.loss_scaler."
+    assert {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)} == {
+        "class": "DynamicLossScaler",
+        "cur_scale": 2.0**16,
+        "dynamic": True,
+        "cur_iter": 0,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+        "min_scale": 1,
+        "delayed_shift": 1,
+        "cur_hysteresis": 1,
+        "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True,
+        "dtype": "torch.float16",
+    }
+
+
 def test_a_users_tensors_are_no_buffers(tmp_path: Path) -> None:
     """Of a model without buffers too: DeepSpeed refuses weights that the model does not have."""
     source = reshard.checkpoint.open(unpack("zero1-bf16-2-groups-data", tmp_path))

@@ -67,6 +67,12 @@ def test_state_of_other_programs_is_placed_as_adamw(tmp_path: Path) -> None:
         assert np.array_equal(read, checkpoint.read_tensor(source, name))
 
 
+def test_a_tree_directly_in_the_optimizer_is_no_state() -> None:
+    """The node above such a tree names its key, as `mu` does, and `opt_state` names none."""
+    paths = [("params", "w"), ("opt_state", "w")]
+    assert name_states(paths) == {path: (".".join(path),) for path in paths}
+
+
 def test_momentum_and_what_only_looks_like_it() -> None:
     weights = [("params", "a", "w"), ("params", "b", "w")]
     momentum = [("opt", 0, "trace", *path[1:]) for path in weights]

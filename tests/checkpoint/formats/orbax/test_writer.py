@@ -74,6 +74,17 @@ def test_whole_tensors_by_their_names(tmp_path: Path) -> None:
     assert checkpoint.compare(tmp_path / "s", tmp_path / "t").is_same
 
 
+def test_types_that_jax_lacks_by_default_are_arrays_of_numpy(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    kinds = {"int32": "jax.Array", "bfloat16": "jax.Array", "int64": "np.ndarray"}
+    wholes = {name: tensor(name, (6, 4), 1) for name in kinds}
+    write_file(tmp_path / "s" / "model.safetensors", wholes)
+    checkpoint.convert(tmp_path / "s", tmp_path / "t", to="a=2", rules=["*=a, -"], format="orbax")
+    tree = json.loads((tmp_path / "t" / "_METADATA").read_text())["tree_metadata"]
+    found = {name: tree[f"('{name}',)"]["value_metadata"]["value_type"] for name in kinds}
+    assert found == kinds
+
+
 def test_equal_conversions_make_equal_files(saved: Path, tmp_path: Path) -> None:
     to, rules = CUTS["uneven"]
     contents = []

@@ -24,6 +24,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     LARGEST_HEADER_BYTES,
     FileHeader,
     TensorHeader,
+    find_offsets,
     parse_header,
     read_header,
     read_metadata,
@@ -515,3 +516,24 @@ def test_values_that_cannot_be_are_refused_when_built_directly() -> None:
         FileHeader("f", {}, (), 10, 9)
     with pytest.raises(FormatError, match=r"'w' takes bytes 10 to 12 .* data starts at byte 11"):
         FileHeader("f", {}, (weight,), 11, 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "of", "found"),
+    [
+        (
+            '{"a": {"saved_offsets": [0, 2]}, "b": {"saved_offsets": []}}',
+            "ab",
+            {"a": (0, 2), "b": ()},
+        ),
+        ('{"a": {"saved_offsets": [0, 2]}, "b": {"saved_offsets": []}}', "a", None),
+        ('{"a": {"saved_offsets": [0, 2]}, "b": {"saved_offsets": []}}', "ba", None),
+        ('{"a": {"saved_offsets": [0, 2]}, ', "a", None),
+        ('{"a": {"saved_offsets": [0, 2]}', "a", None),
+        ("{}", "", None),
+    ],
+)
+def test_offsets_are_of_all_tensors_and_of_no_others(
+    text: str, of: str, found: dict[str, tuple[int, ...]] | None
+) -> None:
+    assert find_offsets(text, list(of)) == found

@@ -74,6 +74,26 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
     assert "the parts of parameters are ambiguous" in found.unread[-1][1]
 
 
+def test_groups_without_float32_weights(tmp_path: Path) -> None:
+    """Of an optimizer without any, and of one that has those of its first group alone."""
+    folder = unpack("undistributed", tmp_path) / "legacy"
+    whole = checkpoint.open(folder)
+    files = [*folder.rglob("model_optim_rng.pt")]
+    states = [torch.load(path, weights_only=False) for path in files]
+    for path, state in zip(files, states, strict=True):
+        assert len(state["optimizer"]["fp32_from_fp16_params"]) == 2
+        state["optimizer"]["fp32_from_fp16_params"].pop()
+        torch.save(state, path)
+    first = checkpoint.open(folder)
+    decayed = whole.values["optimizer.param_groups"][0]["params"]
+    masters = {f"optimizer.state.{name}.master" for name in decayed}
+    assert {name for name in first if name.endswith(".master")} == masters
+    for path, state in zip(files, states, strict=True):
+        del state["optimizer"]["fp32_from_fp16_params"]
+        torch.save(state, path)
+    assert {*checkpoint.open(folder)} == {name for name in whole if not name.endswith(".master")}
+
+
 class OddTensor(torch.Tensor):
     """A subclass that nothing knows."""
 
