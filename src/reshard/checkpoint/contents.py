@@ -35,7 +35,7 @@ from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.storage.scratch_file import PackedFile
+    from reshard.checkpoint.storage.derived_files import DerivedFile
 
 CHECK_COPIES = ("sample", "all", "none")
 """How parts that several ranks hold are compared: by checksums and samples, whole, or not."""
@@ -258,7 +258,7 @@ class Checkpoint(Record):
     items: Mapping[str, StoredItem] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     checksums: tuple[StoredChecksum, ...] = ()
-    derived: Mapping[str, PackedFile] = field(default_factory=dict)
+    derived: Mapping[str, DerivedFile] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[tuple[str, str], ...] = ()

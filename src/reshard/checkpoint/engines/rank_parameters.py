@@ -11,8 +11,8 @@ checkpoint the file in which each source is stored. Combined, a parameter is box
 2. If a source is sharded, a region is split along the dimensions of the shards into the parts that
    are inside each shard.
 3. Elements that are not copied, such as Mamba's `A = -exp(A_log)`, a router's bias in float32 or
-   the padding of a vocabulary, are computed when they are first read, and kept in a file without a
-   name (`DerivedElements`)::
+   the padding of a vocabulary, are parts of derived files: they are computed when they are first
+   read (`DerivedElements`)::
 
        rank-0/A     [computed ......]                    one region
        embed_tokens [copied, in model.safetensors][0 0]  the last rows
@@ -24,27 +24,24 @@ checkpoint the file in which each source is stored. Combined, a parameter is box
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard._records import Record
 from reshard.binding import View
 from reshard.checkpoint.blocks.fusing import list_stored_regions
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.arrays import load_layouts
 from reshard.checkpoint.options import LoadOptions
-from reshard.checkpoint.storage.filesystem import reason
-from reshard.checkpoint.storage.local_files import SourceFile
+from reshard.checkpoint.storage.byte_streams import ReadRange
+from reshard.checkpoint.storage.derived_files import DerivedFile, DerivedPart
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import RecipeError, RunError, UsageError
+from reshard.errors import RecipeError, UsageError
 from reshard.geometry.regions import Region, bind_regions, dense_strides
 from reshard.layout import Layout
 from reshard.recipes.engine_layouts import (
@@ -66,7 +63,7 @@ class RankParameters:
 
     checkpoint: Checkpoint
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    made: dict[str, DerivedElements] = field(default_factory=dict)
+    made: dict[str, DerivedFile] = field(default_factory=dict)
 
     def add(self, layout: RankLayout, prefix: str = "") -> None:
         """Add a rank's parameters under names with a prefix; of tied parameters, only the first.
@@ -151,10 +148,11 @@ class RankParameters:
                 )
             sources = (part.sources[0] for part in derived if isinstance(part, Computed))
             first = next(map(self._file_of, sources), self.checkpoint.files[0].name)
-            self.made[file] = DerivedElements(
-                name, parameter.dtype, tuple(derived), self.checkpoint, first
+            elements = DerivedElements(
+                name, 0, 0, start * itemsize, parameter.dtype, tuple(derived), self.checkpoint
             )
-            self.made[file].expect_computable()
+            elements.expect_computable()
+            self.made[file] = DerivedFile(first, (elements,))
         placed = [(0, region) for region in stored_regions]
         binding = bind_regions(parameter.shape, placed, 1, itemsize)
         return StoredTensor(name, parameter.dtype, binding)
@@ -268,28 +266,19 @@ OPERATIONS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
 }
 
 
-class DerivedElements(Record):
-    """The derived elements of a parameter, as a file that is written when it is first read.
+class DerivedElements(DerivedPart):
+    """The derived elements of a parameter. They may depend on any range of any file.
 
     Attributes:
-        label: the name of the parameter in errors.
-        dtype: the type of its elements.
-        regions: the boxes of the parameter, consecutive in the file, each computed elementwise from
-            a single source or filled with a value.
+        dtype: the type of the elements.
+        regions: the boxes of the parameter, in order, each computed elementwise from a single
+            source or filled with a value.
         checkpoint: the sources.
-        source: the first file of the checkpoint that is read.
     """
 
-    label: str
     dtype: DType
     regions: tuple[Computed | Constant, ...]
     checkpoint: Checkpoint
-    source: str
-
-    @property
-    def elements(self) -> int:
-        """The number of elements."""
-        return sum(region.box.elements for region in self.regions)
 
     def expect_computable(self) -> None:
         """Raise MissingExtraError if an element type needs a package that is not installed."""
@@ -304,14 +293,12 @@ class DerivedElements(Record):
             for kind in kinds:
                 _ = kind.numpy
 
-    def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
-        """Create the file in the folder `scratch`, and return it for reading."""
-        content = b"".join(
-            np.ascontiguousarray(self._make(region)).tobytes() for region in self.regions
-        )
-        return _FileInMemory(path, content, scratch)
+    def create(self, read: ReadRange) -> Iterator[bytes]:
+        """Yield the elements of each region."""
+        for region in self.regions:
+            yield np.ascontiguousarray(self._compute(region)).tobytes()
 
-    def _make(self, region: Computed | Constant) -> NDArray[Any]:
+    def _compute(self, region: Computed | Constant) -> NDArray[Any]:
         if isinstance(region, Constant):
             return _fill(region.box.shape, region.value, self.dtype)
         from reshard.checkpoint.loading.arrays import read_tensor
@@ -329,28 +316,6 @@ def _fill(shape: tuple[int, ...], value: float, dtype: DType) -> NDArray[Any]:
         # A positive zero is all zero bits in every type, including types that NumPy does not have.
         return np.zeros(shape, dtype=dtype.storage)
     return np.full(shape, value).astype(dtype.numpy)
-
-
-class _FileInMemory(SourceFile):
-    """A file without a name that contains given bytes."""
-
-    def __init__(self, path: Path, content: bytes, scratch: Path | None) -> None:
-        try:
-            self._scratch = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115
-            view = memoryview(content)
-            while view:
-                view = view[self._scratch.write(view) :]
-            super().__init__(path, descriptor=self._scratch.fileno())
-        except OSError as error:
-            raise RunError(f"cannot make {path} in {scratch}: {reason(error)}") from error
-
-    def check_unchanged(self) -> None:
-        """Do nothing: a file without a name cannot change."""
-
-    def close(self) -> None:
-        """Close the file, which removes it."""
-        super().close()
-        self._scratch.close()
 
 
 def apply_step(values: NDArray[Any], step: str) -> NDArray[Any]:

@@ -298,7 +298,7 @@ def read_adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if there is no file."""
+    """Return the object in a JSON file, or None if the file is missing."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):

@@ -5,7 +5,7 @@
     local_files          direct I/O from and into page-aligned memory
     filesystem           durable names, locks, files that no link redirects
     permissions          modes of new files; links that may be followed
-    scratch_file         derived content, created when it is first read
+    derived_files        content created when it is first read
     byte_ranges          coalescing of ranges
     byte_streams         decompression in bounded memory
     range_checksums      CRC-32 of ranges, from pieces in any order

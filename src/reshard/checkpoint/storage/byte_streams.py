@@ -18,6 +18,9 @@ from typing import Any, Protocol
 
 from reshard.errors import FormatError, MissingExtraError
 
+#: `read(offset, size)` returns bytes of a file.
+ReadRange = Callable[[int, int], bytes]
+
 # Every decoder should support this (RFC 8878, 3.1.1.1.2); the usual levels need no more.
 MAX_WINDOW_BYTES = 8 << 20
 READ_BYTES = 128 << 10
@@ -33,11 +36,9 @@ class ByteStream(Protocol):
 
 
 class RangeStream:
-    """A range of a file as a stream; `read(offset, size)` returns bytes of the file."""
+    """A range of a file as a stream."""
 
-    def __init__(
-        self, read: Callable[[int, int], bytes], start_bytes: int, size_bytes: int
-    ) -> None:
+    def __init__(self, read: ReadRange, start_bytes: int, size_bytes: int) -> None:
         self._read = read
         self._at = start_bytes
         self._end = start_bytes + size_bytes

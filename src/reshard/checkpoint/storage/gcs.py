@@ -197,7 +197,7 @@ def open_gs(name: str) -> GcsTarget:
 
     Raises:
         MissingExtraError: google-cloud-storage is not installed.
-        OSError: there are no credentials.
+        OSError: missing credentials.
     """
     try:
         from google.auth.credentials import AnonymousCredentials

@@ -486,7 +486,7 @@ class TargetFile(Closing):
     (`release`). `written_bytes` counts the bytes accepted; they are durable after `sync`. The file
     is a context manager, and holds two descriptors.
 
-    Raises `RunError` naming the file if it cannot be created or there is no room for it.
+    Raises `RunError` naming the file if it cannot be created or the disk lacks room.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class RemoteFile(SourceFile):
                 memory[at : at + size_bytes] = content[begin : begin + size_bytes]
 
     def close(self) -> None:
-        """Do nothing: there is no open file."""
+        """Do nothing: requests do not keep a file open."""
 
     def _expect_inside(self, view: memoryview, offset: int) -> None:
         if offset + len(view) > self.size_bytes:

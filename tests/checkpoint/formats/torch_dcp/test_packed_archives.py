@@ -19,13 +19,11 @@ from checkpoint.checkpoint_files import tensor
 from checkpoint.process_runs import content, run
 from checkpoint.test_memory import SLACK_BYTES, measure
 from reshard import DeviceMesh, checkpoint, spec, system
-from reshard.binding import FileRange
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.blocks.block_io import open_sources
 from reshard.checkpoint.comparison import check_digests
 from reshard.checkpoint.formats.opening import open_checkpoint
-from reshard.checkpoint.formats.torch_dcp import packed_archives
-from reshard.checkpoint.formats.torch_dcp.packed_archives import open_packed
+from reshard.checkpoint.formats.torch_dcp.packed_archives import PackedArchive, open_packed
 from reshard.errors import (
     CheckpointError,
     DigestError,
@@ -190,8 +188,7 @@ def test_opening_reads_little_of_a_large_archive(tmp_path: Path) -> None:
         read += size
         return content[offset : offset + size]
 
-    place = FileRange(info.relative_path, info.offset)
-    found = open_packed(count, place, info.length, ("stream.zstd/1",), 4 << 20, "w")
+    found = open_packed(count, info.offset, info.length, ("stream.zstd/1",), 4 << 20, "w")
     assert (found.front.storage_bytes, found.front.shape) == (4 << 20, (4 << 20,))
     assert read <= 512 << 10
 
@@ -221,20 +218,20 @@ def test_nothing_is_left_behind(packed: Path, tmp_path: Path) -> None:
 def test_an_archive_is_unpacked_once_by_many_threads(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unpacked: list[int] = []
-    unpack = packed_archives.UnpackedArchives._unpack
+    unpacked: list[Any] = []
+    unpack = PackedArchive.create
 
-    def counted(file: Any, archive: Any) -> None:
-        unpacked.append(archive.start_bytes)
-        unpack(file, archive)
+    def counted(archive: Any, read: Any) -> Any:
+        unpacked.append(archive)
+        return unpack(archive, read)
 
-    monkeypatch.setattr(packed_archives.UnpackedArchives, "_unpack", counted)
+    monkeypatch.setattr(PackedArchive, "create", counted)
     opened = open_checkpoint(packed)
     files = open_sources(opened, tmp_path)
     (archive, *_) = opened.derived["__1_0.distcp/unpacked"].parts
 
     def read() -> None:
-        files["__1_0.distcp/unpacked"].read_into(memoryview(bytearray(64)), archive.start_bytes)
+        files["__1_0.distcp/unpacked"].read_into(memoryview(bytearray(64)), 0)
 
     threads = [threading.Thread(target=read) for _ in range(8)]
     for thread in threads:
@@ -242,7 +239,7 @@ def test_an_archive_is_unpacked_once_by_many_threads(
     for thread in threads:
         thread.join()
     files.close()
-    assert unpacked == [archive.start_bytes]
+    assert unpacked == [archive]
 
 
 def test_without_the_package(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +263,7 @@ def test_transforms_that_are_not_known(packed: Path, tmp_path: Path, descriptor:
 
 def test_no_room_to_unpack(packed: Path, tmp_path: Path) -> None:
     files = open_sources(open_checkpoint(packed), tmp_path / "none")
-    with pytest.raises(RunError, match=r"cannot unpack .*__0_0\.distcp into .*none \(needs \d+ by"):
+    with pytest.raises(RunError, match=r"cannot create .*/unpacked in .*none \(needs \d+ by"):
         _ = files["__0_0.distcp/unpacked"]
     files.close()
 

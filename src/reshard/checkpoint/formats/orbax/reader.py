@@ -57,13 +57,12 @@ from reshard.checkpoint.formats.orbax.tree import (
 )
 from reshard.checkpoint.formats.orbax.zarr import (
     ArrayMetadata,
-    UnpackedChunks,
     is_narrow,
     list_chunks,
     read_array,
     read_scalar,
 )
-from reshard.checkpoint.storage.scratch_file import PackedFiles
+from reshard.checkpoint.storage.derived_files import DerivedFiles
 from reshard.errors import CheckpointError, CoverageError, FormatError, UnreadableTensorError
 from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec
@@ -95,7 +94,7 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
     anchor = MANIFEST_NAME if values.is_database else AGGREGATE_NAME
     if has_metadata:
         anchor = METADATA_NAME
-    packed = PackedFiles(UnpackedChunks)
+    packed = DerivedFiles()
     narrow: dict[str, str] = {}
     unread: list[tuple[str, str]] = []
     unreadable: dict[str, str] = {}

@@ -27,7 +27,7 @@ SHARDING_NAME = "_sharding"
 
 
 def read_shardings(folder: Path) -> dict[str, ShardingSpec]:
-    """Read the shardings of arrays by name; the result is empty if there is no such file."""
+    """Read the shardings of arrays by name; the result is empty if the file is missing."""
     path = folder / SHARDING_NAME
     if not path.exists():
         return {}

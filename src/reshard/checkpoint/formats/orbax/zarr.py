@@ -10,7 +10,7 @@ locations.
 
 1. A chunk without compression is read in place, as a range of a file.
 2. A compressed chunk, or a chunk in a node of the database, is unpacked when it is first read: into
-   the memory of a reader that requests all of it, or else into an unnamed file (`ScratchFile`).
+   the memory of a reader that requests all of it, or else into a file (`storage.derived_files`).
 3. A chunk that is not stored, in a checkpoint that omits chunks of zeros, is a hole in that file.
 
 Sources: the specifications of Zarr 2 and Zarr 3; Zarr 3's `sharding-indexed` codec.
@@ -23,7 +23,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ from reshard.checkpoint.storage.byte_streams import (
     ByteStream,
     DecodedStream,
     RangeStream,
+    ReadRange,
 )
-from reshard.checkpoint.storage.local_files import BufferRegion, SourceFile
-from reshard.checkpoint.storage.scratch_file import PackedFiles, ScratchFile, ScratchPart
+from reshard.checkpoint.storage.derived_files import DerivedFiles, DerivedPart
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import (
@@ -360,96 +360,61 @@ _NOTHING = 2**64 - 1
 _CHECKSUM_BYTES = 4
 
 
-class PackedChunk(Record):
+class PackedChunk(DerivedPart):
     """A chunk that must be unpacked.
 
     Attributes:
-        label: for errors.
-        packed: the stored bytes, or None for a chunk of zeros, which is not stored.
+        stored: the stored bytes, or None for a chunk of zeros, which is not stored.
         codec: of the stored bytes.
-        size_bytes: of its elements.
-        has_checksum: whether a CRC-32C follows the stored bytes.
-        start_bytes: the offset in the unnamed file to which it is unpacked.
+        has_checksum: whether a CRC-32C follows them.
     """
 
-    label: str
-    packed: StoredValue | None
+    stored: StoredValue | None
     codec: str
-    size_bytes: int
     has_checksum: bool
-    start_bytes: int = 0
 
-    @property
-    def stop_bytes(self) -> int:
-        """The end of the unpacked chunk."""
-        return self.start_bytes + self.size_bytes
+    @classmethod
+    def of(cls, label: str, array: ArrayMetadata, stored: StoredValue | None) -> PackedChunk:
+        """Return a chunk of an array."""
+        place = None if stored is None else stored.place
+        start = 0 if place is None else place.start_bytes
+        size = 0 if stored is None else stored.size_bytes
+        return cls(label, start, size, array.chunk_bytes, stored, array.codec, array.has_checksum)
 
-
-class UnpackedChunks(ScratchFile):
-    """The unpacked chunks of a file."""
-
-    def __init__(
-        self,
-        path: Path,
-        chunks: tuple[PackedChunk, ...],
-        packed: SourceFile,
-        scratch: Path | None,
-    ) -> None:
-        self._chunks = chunks
-        parts = []
-        for chunk in chunks:
-            place = chunk.packed.place if chunk.packed is not None else None
-            size = chunk.packed.size_bytes if chunk.packed is not None else 0
-            start = place.start_bytes if place is not None else 0
-            parts.append(
-                ScratchPart(chunk.start_bytes, chunk.size_bytes, packed.path.name, start, size)
+    def create(self, read: ReadRange) -> Iterator[bytes]:
+        """Yield the elements, and check that these are all."""
+        if self.stored is None:
+            return
+        start, packed_bytes = self.source_start_bytes, self.source_bytes
+        if self.stored.place is None:
+            # The bytes are in a node of the database, not in the file.
+            content = self.stored.content or b""
+            read, start = (lambda offset, size: content[offset : offset + size]), 0
+        if self.has_checksum:
+            packed_bytes = max(0, packed_bytes - _CHECKSUM_BYTES)
+            self._check(read, start, packed_bytes)
+        stream: ByteStream = RangeStream(read, start, packed_bytes)
+        if self.codec:
+            promise = "its array's metadata"
+            stream = DecodedStream(self.codec, stream, self.size_bytes, self.label, promise)
+        left = self.size_bytes
+        while left:
+            piece = stream.read(min(_PIECE_BYTES, left))
+            if not piece:
+                raise FormatError(
+                    f"{self.label} ends early: {self.size_bytes - left} bytes come out, expected "
+                    f"{self.size_bytes}; it was cut off, fetch it again"
+                )
+            left -= len(piece)
+            yield piece
+        if stream.read(1):
+            raise FormatError(
+                f"{self.label} continues after its {self.size_bytes} bytes; it is damaged, or of "
+                "another save"
             )
-        super().__init__(path, parts, packed, scratch)
 
-    def make_part(self, number: int) -> None:
-        """Unpack a chunk; a chunk of zeros stays a hole."""
-        chunk = self._chunks[number]
-        if chunk.packed is None:
-            return
-        at = chunk.start_bytes
-        for piece in _unpack(chunk, self._open(chunk)):
-            self.write(piece, at)
-            at += len(piece)
-
-    def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
-        """Read a region; a whole chunk that is still packed is unpacked into it directly."""
-        memory = region.memory if isinstance(region, BufferRegion) else region
-        number = self.find_whole(offset_bytes, memory.nbytes)
-        if number is None or self._chunks[number].packed is None:
-            super().read_into(region, offset_bytes)
-            return
-        at, view = 0, memory.cast("B")
-        for piece in _unpack(self._chunks[number], self._open(self._chunks[number])):
-            view[at : at + len(piece)] = piece
-            at += len(piece)
-
-    def _open(self, chunk: PackedChunk) -> ByteStream:
-        packed = chunk.packed
-        if packed is None:
-            raise FormatError(f"{chunk.label} is not stored")
-        size = packed.size_bytes - _CHECKSUM_BYTES * chunk.has_checksum
-        if packed.place is not None:
-            self._check(chunk, self.read_packed, packed.place.start_bytes, size)
-            return RangeStream(self.read_packed, packed.place.start_bytes, size)
-        content = packed.content or b""
-
-        def read(offset: int, size: int) -> bytes:
-            return content[offset : offset + size]
-
-        self._check(chunk, read, 0, size)
-        return RangeStream(read, 0, size)
-
-    def _check(
-        self, chunk: PackedChunk, read: Callable[[int, int], bytes], start: int, size: int
-    ) -> None:
-        """Verify the CRC-32C that follows the stored bytes, if there is one."""
-        if not chunk.has_checksum:
-            return
+    def _check(self, read: ReadRange, start: int, size: int) -> None:
+        """Verify the CRC-32C that follows the stored bytes."""
         found = 0
         # A chunk may be a shard of any size.
         for at in range(0, size, _PIECE_BYTES):
@@ -457,57 +422,29 @@ class UnpackedChunks(ScratchFile):
         stored = int.from_bytes(read(start + size, _CHECKSUM_BYTES), "little")
         if found != stored:
             raise DigestError(
-                f"{chunk.label} is not what was written: its CRC-32C is {found:08x}, and "
+                f"{self.label} is not what was written: its CRC-32C is {found:08x}, and "
                 f"{stored:08x} by the file; fetch it again"
             )
-
-
-def _unpack(chunk: PackedChunk, packed: ByteStream) -> Iterator[bytes]:
-    """Yield the elements of a chunk in pieces, `size_bytes` in total."""
-    stream = packed
-    if chunk.codec:
-        promise = "its array's metadata"
-        stream = DecodedStream(chunk.codec, packed, chunk.size_bytes, chunk.label, promise)
-    left = chunk.size_bytes
-    while left:
-        piece = stream.read(min(_PIECE_BYTES, left))
-        if not piece:
-            raise FormatError(
-                f"{chunk.label} ends early: {chunk.size_bytes - left} bytes come out, expected "
-                f"{chunk.size_bytes}; it was cut off, fetch it again"
-            )
-        left -= len(piece)
-        yield piece
-    if stream.read(1):
-        raise FormatError(
-            f"{chunk.label} continues after its {chunk.size_bytes} bytes; it is damaged, or of "
-            "another save"
-        )
 
 
 def read_scalar(value: StoredValue, array: ArrayMetadata, label: str, folder: Path) -> bytes:
     """Read the only chunk of an array without dimensions.
 
-    Raises FormatError for a chunk that is damaged.
+    Raises FormatError or DigestError for a chunk that is damaged.
     """
-    content = value.read(folder)
-    if array.index is not None:
-        chunk = _list_inner(value, array, label, folder)[0][1]
-        if chunk is None:
-            raise CoverageError(f"{label} has an empty shard")
-        content = chunk.read(folder)
-    if array.has_checksum:
-        content = content[:-_CHECKSUM_BYTES]
-    packed = PackedChunk(label, StoredValue(len(content)), array.codec, array.chunk_bytes, False)
-    stream = RangeStream(lambda at, size: content[at : at + size], 0, len(content))
-    return b"".join(_unpack(packed, stream))
+    chunk = value if array.index is None else _list_inner(value, array, label, folder)[0][1]
+    if chunk is None:
+        raise CoverageError(f"{label} has an empty shard")
+    content = chunk.read(folder)
+    packed = PackedChunk.of(label, array, StoredValue(len(content), content=content))
+    return b"".join(packed.create(lambda offset, size: b""))
 
 
 def list_chunks(
     name: str,
     array: ArrayMetadata,
     values: KeyValues,
-    packed: PackedFiles,
+    packed: DerivedFiles,
     anchor: str,
     *,
     has_all: bool,
@@ -544,10 +481,7 @@ def list_chunks(
                         f"{label} is missing, which has {box} of tensor {name!r}; the checkpoint "
                         "was not written completely"
                     )
-                yield (
-                    box,
-                    packed.add(anchor, PackedChunk(label, None, "", array.chunk_bytes, False)),
-                )
+                yield box, packed.add(anchor, PackedChunk.of(label, array, None))
             elif one.place is not None and not array.codec and not array.has_checksum:
                 if one.size_bytes != array.chunk_bytes:
                     raise FormatError(
@@ -556,9 +490,8 @@ def list_chunks(
                     )
                 yield box, one.place
             else:
-                chunk = PackedChunk(label, one, array.codec, array.chunk_bytes, array.has_checksum)
-                place = one.place
-                yield box, packed.add(anchor if place is None else place.path, chunk)
+                place = anchor if one.place is None else one.place.path
+                yield box, packed.add(place, PackedChunk.of(label, array, one))
 
 
 def _list_starts(start: tuple[int, ...], array: ArrayMetadata) -> Iterator[tuple[int, ...]]:

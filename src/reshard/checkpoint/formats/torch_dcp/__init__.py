@@ -131,7 +131,7 @@ class TorchDcpFormat(CheckpointFormat):
         return super().has_file(name) or is_rank_metadata(name)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        """Return the metadata files of single ranks, if there is no `.metadata`."""
+        """Return the metadata files of single ranks, if `.metadata` is missing."""
         has_metadata = (checkpoint.folder / METADATA_NAME).exists()
         return () if has_metadata else rank_metadata_names(checkpoint.folder)
 

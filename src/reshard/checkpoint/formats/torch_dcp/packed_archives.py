@@ -6,12 +6,8 @@ lists a descriptor (name and version) of each, in the order in which a reader re
     archive  --zstd-->  packed bytes in the file      transform_descriptors  ["stream.zstd/1"]
     archive  <--zstd--  packed bytes                  (`unpacked`)
 
-An unknown descriptor is an error. An archive can only be unpacked from beginning to end. The
-archives of a file are unpacked into an unnamed file, at offsets that are known before::
-
-    __0_0.distcp            [packed w][packed b][a number]
-                                |         |
-    __0_0.distcp/unpacked   [w ........][b ..]            each at a page; holes until read
+An unknown descriptor is an error. An archive can only be unpacked from beginning to end, so its
+storage is a part of a derived file (`storage.derived_files`).
 
 1. Opening a checkpoint unpacks only the front of each archive, which contains the length of its
    storage and the tensor's view of it.
@@ -19,19 +15,14 @@ archives of a file are unpacked into an unnamed file, at offsets that are known 
    memory does not grow with the archive. The output of each transform is bounded, so that a small
    file cannot keep a reader busy for hours.
 3. The archive's directory must agree with its front, and its checksum with the storage.
-4. The system removes an unnamed file when it is closed, or when its process ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import zlib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
-from reshard._records import Record
-from reshard.binding import FileRange
 from reshard.checkpoint.formats.torch_files.pickles import shortened
 from reshard.checkpoint.formats.torch_files.reading import (
     FRONT_BYTES,
@@ -39,16 +30,15 @@ from reshard.checkpoint.formats.torch_files.reading import (
     read_archive_front,
 )
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.zip_archives import ReadRange
 from reshard.checkpoint.storage.byte_streams import (
     READ_BYTES,
     ByteStream,
     DecodedStream,
     RangeStream,
+    ReadRange,
     import_zstandard,
 )
-from reshard.checkpoint.storage.local_files import SourceFile
-from reshard.checkpoint.storage.scratch_file import ScratchFile, ScratchPart
+from reshard.checkpoint.storage.derived_files import DerivedPart
 from reshard.errors import CheckpointError, DigestError, FormatError
 
 ZSTANDARD = "stream.zstd"
@@ -112,33 +102,64 @@ _MAX_TAIL_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20
 
 
-class PackedArchive(Record):
-    """An archive that is stored transformed, such as compressed.
+class PackedArchive(DerivedPart):
+    """The storage of an archive that is stored transformed, such as compressed.
 
     Attributes:
-        label: for errors.
-        place: of its `packed_bytes` bytes.
         transforms: in the order in which they are reversed.
         front: the tensor that its first bytes describe.
-        start_bytes: the offset in the unnamed file to which its storage is unpacked.
     """
 
-    label: str
-    place: FileRange
-    packed_bytes: int
     transforms: tuple[str, ...]
     front: ArchivedTensor
-    start_bytes: int = 0
 
-    @property
-    def stop_bytes(self) -> int:
-        """The end of the unpacked storage."""
-        return self.start_bytes + self.front.storage_bytes
+    def create(self, read: ReadRange) -> Iterator[bytes]:
+        """Yield the storage, and check the archive."""
+        max_bytes = _max_archive_bytes(self.size_bytes)
+        packed = RangeStream(read, self.source_start_bytes, self.source_bytes)
+        stream = unpacked(packed, self.transforms, max_bytes, self.label)
+        front = stream.read(self.front.start_bytes)
+        checksum, left = 0, self.size_bytes
+        while left:
+            piece = stream.read(min(_PIECE_BYTES, left))
+            if not piece:
+                raise FormatError(
+                    f"{self.label} ends early: {self.size_bytes - left} bytes of its storage come "
+                    f"out, expected {self.size_bytes}; it was cut off, fetch the file again"
+                )
+            yield piece
+            checksum = zlib.crc32(piece, checksum)
+            left -= len(piece)
+        self._check(front, stream.read(max_bytes), checksum)
+
+    def _check(self, front: bytes, tail: bytes, checksum: int) -> None:
+        """Compare the archive's directory with its front, and its checksum with the storage."""
+        storage_end = len(front) + self.size_bytes
+
+        def read(offset: int, size: int) -> bytes:
+            # The storage is not kept, and reads as zeros: no record of a description is in it.
+            hole = min(storage_end, offset + size) - max(len(front), offset)
+            content = front[offset:][:size] + bytes(max(0, hole))
+            rest = max(0, offset - storage_end)
+            return content + tail[rest : rest + size - len(content)]
+
+        whole = read_archive(read, 0, storage_end + len(tail), self.label)
+        if dataclasses.replace(whole, crc32=None) != self.front:
+            raise FormatError(
+                f"{self.label} is damaged: its beginning and its directory describe different "
+                "tensors; fetch the file again"
+            )
+        if whole.crc32 not in (None, checksum):
+            raise DigestError(
+                f"{self.label} is not what was written: the checksum of the unpacked storage is "
+                f"{checksum:08x}, in the archive it is {whole.crc32:08x}. It was damaged, fetch it "
+                "again"
+            )
 
 
 def open_packed(
     read: ReadRange,
-    place: FileRange,
+    start_bytes: int,
     packed_bytes: int,
     transforms: tuple[str, ...],
     tensor_bytes: int,
@@ -146,13 +167,13 @@ def open_packed(
 ) -> PackedArchive:
     """Describe the archive of a tensor of `tensor_bytes`, unpacking only its front.
 
-    `read(offset, size)` returns bytes of the file.
+    It has `packed_bytes` from `start_bytes` of its file on.
 
     Raises:
         CheckpointError, MissingExtraError: as `check_transforms`.
         FormatError: not such an archive, or an archive of more than `tensor_bytes`.
     """
-    packed = RangeStream(read, place.start_bytes, packed_bytes)
+    packed = RangeStream(read, start_bytes, packed_bytes)
     stream = unpacked(packed, transforms, _max_archive_bytes(tensor_bytes), label)
     front = read_archive_front(stream.read(FRONT_BYTES), label)
     if front.storage_bytes > tensor_bytes:
@@ -160,97 +181,8 @@ def open_packed(
             f"{label} would be unpacked to a storage of {front.storage_bytes} bytes, expected "
             f"{tensor_bytes} by .metadata; the file is damaged, or made to fill the disk"
         )
-    return PackedArchive(label, place, packed_bytes, transforms, front)
+    return PackedArchive(label, start_bytes, packed_bytes, front.storage_bytes, transforms, front)
 
 
 def _max_archive_bytes(storage_bytes: int) -> int:
     return FRONT_BYTES + storage_bytes + _MAX_TAIL_BYTES
-
-
-class UnpackedArchives(ScratchFile):
-    """The unpacked archives of a file; each is unpacked when it is first read.
-
-    Args:
-        path: for errors.
-        archives: of the file, in the order of their unpacked storages.
-        packed: the file, which stays open as long.
-        scratch: the folder for the unnamed file.
-
-    Raises:
-        RunError: the unnamed file cannot be created.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        archives: Sequence[PackedArchive],
-        packed: SourceFile,
-        scratch: Path | None = None,
-    ) -> None:
-        self._archives = archives
-        parts = [
-            ScratchPart(
-                archive.start_bytes,
-                archive.front.storage_bytes,
-                archive.place.path,
-                archive.place.start_bytes,
-                archive.packed_bytes,
-            )
-            for archive in archives
-        ]
-        super().__init__(path, parts, packed, scratch)
-
-    def make_part(self, number: int) -> None:
-        """Unpack the storage of an archive into the file, and check the archive."""
-        self._unpack(self._archives[number])
-
-    def _unpack(self, archive: PackedArchive) -> None:
-        storage_bytes = archive.front.storage_bytes
-        packed = RangeStream(self.read_packed, archive.place.start_bytes, archive.packed_bytes)
-        max_bytes = _max_archive_bytes(storage_bytes)
-        stream = unpacked(packed, archive.transforms, max_bytes, archive.label)
-        front = stream.read(archive.front.start_bytes)
-        checksum = self._unpack_storage(stream, archive)
-        tail = stream.read(max_bytes)
-        size_bytes = len(front) + storage_bytes + len(tail)
-
-        # The storage is in the unnamed file, the front and the tail are in memory.
-        def read(offset: int, size: int) -> bytes:
-            # `at` counts from the storage's first byte; a range may extend over all three.
-            at, content = offset - len(front), b""
-            if at < 0:
-                content, at = front[offset:][:size], 0
-            inside = max(0, min(size - len(content), storage_bytes - at))
-            start = archive.start_bytes + at
-            content += self.read_back(start, inside)
-            rest = max(0, at - storage_bytes)
-            return content + tail[rest : rest + size - len(content)]
-
-        whole = read_archive(read, 0, size_bytes, archive.label)
-        if dataclasses.replace(whole, crc32=None) != archive.front:
-            raise FormatError(
-                f"{archive.label} is damaged: its beginning and its directory describe different "
-                "tensors; fetch the file again"
-            )
-        if whole.crc32 not in (None, checksum):
-            raise DigestError(
-                f"{archive.label} is not what was written: the checksum of the unpacked storage is "
-                f"{checksum:08x}, in the archive it is {whole.crc32:08x}. It was damaged, fetch "
-                "it again"
-            )
-
-    def _unpack_storage(self, stream: ByteStream, archive: PackedArchive) -> int:
-        """Write the storage into the file and return its checksum."""
-        checksum, at = 0, archive.start_bytes
-        while at < archive.stop_bytes:
-            piece = stream.read(min(_PIECE_BYTES, archive.stop_bytes - at))
-            if not piece:
-                raise FormatError(
-                    f"{archive.label} ends early: {at - archive.start_bytes} bytes of its storage "
-                    f"come out, expected {archive.front.storage_bytes}; it was cut off, fetch the "
-                    "file again"
-                )
-            checksum = zlib.crc32(piece, checksum)
-            self.write(piece, at)
-            at += len(piece)
-        return checksum

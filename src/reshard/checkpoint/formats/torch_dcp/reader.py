@@ -60,7 +60,7 @@ from reshard.checkpoint.formats.torch_dcp.metadata import (
     read_metadata,
 )
 from reshard.checkpoint.formats.torch_dcp.packed_archives import (
-    UnpackedArchives,
+    PackedArchive,
     check_transforms,
     open_packed,
 )
@@ -68,10 +68,10 @@ from reshard.checkpoint.formats.torch_files.reading import ArchiveReader, Window
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, is_plain_name
 from reshard.checkpoint.storage.byte_ranges import ByteRange
+from reshard.checkpoint.storage.derived_files import DerivedFile, DerivedFiles
 from reshard.checkpoint.storage.filesystem import Closing, read_up_to
 from reshard.checkpoint.storage.remote_files import PrefetchedRanges
 from reshard.checkpoint.storage.remote_paths import RemotePath
-from reshard.checkpoint.storage.scratch_file import PackedFile, PackedFiles
 from reshard.errors import (
     CheckpointError,
     CoverageError,
@@ -215,10 +215,12 @@ def _list_other_items(
         )
 
 
-def _describe_packed(packed: Mapping[str, PackedFile]) -> str:
+def _describe_packed(packed: Mapping[str, DerivedFile]) -> str:
     archives = [archive for file in packed.values() for archive in file.parts]
-    size_bytes = sum(archive.front.storage_bytes for archive in archives)
-    transforms = sorted({name for archive in archives for name in archive.transforms})
+    size_bytes = sum(archive.size_bytes for archive in archives)
+    transforms = sorted(
+        {name for one in archives if isinstance(one, PackedArchive) for name in one.transforms}
+    )
     return (
         f"{len(archives)} shards are compressed ({', '.join(transforms)}); only their beginnings "
         f"are checked until they are read. They are unpacked to {size_bytes} bytes of temporary "
@@ -445,7 +447,7 @@ class ChunkReader(Closing):
         self._archives = ArchiveReader()
         self._prefetched = PrefetchedRanges(folder)
         self.checksums: list[StoredChecksum] = []
-        self.packed = PackedFiles(UnpackedArchives)
+        self.packed = DerivedFiles()
         self.unreadable: dict[str, str] = {}
 
     def close(self) -> None:
@@ -619,7 +621,7 @@ class ChunkReader(Closing):
             tensor_bytes = chunk.box.elements * described.dtype.itemsize_bytes
             packed = open_packed(
                 read,
-                FileRange(place.file, place.start_bytes),
+                place.start_bytes,
                 place.size_bytes,
                 place.transforms,
                 tensor_bytes,
