@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("obstore")
 
 from reshard import checkpoint
 from reshard.checkpoint.storage import object_stores
-from reshard.checkpoint.storage.object_stores import BucketSource, open_bucket
+from reshard.checkpoint.storage.object_stores import BucketSource, ObjectTarget, open_bucket
 from reshard.errors import CheckpointError
 
 CONTENT = bytes(range(256)) * 4096
@@ -97,3 +98,30 @@ def test_settings_that_are_wrong(
     monkeypatch.setenv(name, value)
     with pytest.raises(CheckpointError, match="set that right, or give another path"):
         checkpoint.open(address)
+
+
+class Shelf(ObjectTarget):
+    """A bucket whose client raises LookupErrors."""
+
+    scheme, _name = "s3", "bucket"
+
+    def _list_errors(self) -> tuple[type[Exception], ...]:
+        return (LookupError,)
+
+    def _explain(self, error: LookupError) -> tuple[int, str]:
+        return (errno.ENOENT if isinstance(error, KeyError) else errno.EIO), str(error)
+
+
+def test_a_missing_object_is_none_and_other_refusals_are_errors() -> None:
+    def refuse(error: Exception) -> None:
+        raise error
+
+    shelf = Shelf()
+    assert shelf._if_exists("a", lambda: 3) == 3
+    assert shelf._if_exists("a", lambda: refuse(KeyError("no such key"))) is None
+    with pytest.raises(OSError, match="busy") as caught:
+        shelf._if_exists("a", lambda: refuse(IndexError("busy, at http://host/?secret=1")))
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, "s3://bucket/a")
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ValueError, match="of ours"):
+        shelf._if_exists("a", lambda: refuse(ValueError("of ours")))

@@ -24,6 +24,8 @@ from reshard.checkpoint.storage.object_stores import (
     ObjectState,
     ObjectTarget,
     PendingUpload,
+    conversion_metadata,
+    find_setting,
     shorten,
 )
 from reshard.errors import MissingExtraError
@@ -52,11 +54,9 @@ class AzureTarget(ObjectTarget):
 
     def list_parts(self, key: str, upload: str) -> dict[int, ObjectState] | None:
         """Return the uncommitted blocks by number, or None if there are none."""
-        with self._translate(key), self._blob(key) as blob:
-            try:
-                _, blocks = blob.get_block_list("uncommitted")
-            except _missing():
-                return None
+        with self._blob(key) as blob:
+            listed = self._if_exists(key, lambda: blob.get_block_list("uncommitted"))
+        blocks = () if listed is None else listed[1]
         named = ((_find_number(block.id, upload), block.size) for block in blocks)
         return {n: ObjectState(size) for n, size in named if n is not None} or None
 
@@ -68,7 +68,7 @@ class AzureTarget(ObjectTarget):
         blocks = [BlobBlock(_block_id(upload, number)) for number in range(parts)]
         with self._translate(key), self._blob(key) as blob:
             try:
-                blob.commit_block_list(blocks, metadata={CONVERSION_KEY: conversion_id})
+                blob.commit_block_list(blocks, metadata=conversion_metadata(conversion_id))
             except HttpResponseError as error:
                 # The blocks are no longer uncommitted: an earlier call may have committed them.
                 if _code(error) != "InvalidBlockList":
@@ -87,25 +87,21 @@ class AzureTarget(ObjectTarget):
 
     def put(self, key: str, body: FileStream | bytes, conversion_id: str = "") -> None:
         """Put a small blob."""
-        metadata = {CONVERSION_KEY: conversion_id} if conversion_id else {}
+        metadata = conversion_metadata(conversion_id)
         with self._translate(key), self._blob(key) as blob:
             blob.upload_blob(body, length=len(body), overwrite=True, metadata=metadata)
 
     def get(self, key: str) -> bytes | None:
         """Return the bytes of a small blob, or None if it does not exist."""
-        with self._translate(key), self._blob(key) as blob:
-            try:
-                return bytes(blob.download_blob().readall())
-            except _missing():
-                return None
+        with self._blob(key) as blob:
+            return self._if_exists(key, lambda: bytes(blob.download_blob().readall()))
 
     def head(self, key: str) -> ObjectState | None:
         """Return the state of a blob, or None if it does not exist."""
-        with self._translate(key), self._blob(key) as blob:
-            try:
-                properties = blob.get_blob_properties()
-            except _missing():
-                return None
+        with self._blob(key) as blob:
+            properties = self._if_exists(key, blob.get_blob_properties)
+        if properties is None:
+            return None
         modified_s = properties.last_modified.timestamp()
         metadata = properties.metadata or {}
         conversion_id = metadata.get(CONVERSION_KEY)
@@ -139,11 +135,8 @@ class AzureTarget(ObjectTarget):
     def delete(self, keys: Iterable[str]) -> None:
         """Delete blobs."""
         for key in keys:
-            with self._translate(key), self._blob(key) as blob:
-                try:
-                    blob.delete_blob()
-                except _missing():
-                    continue
+            with self._blob(key) as blob:
+                self._if_exists(key, blob.delete_blob)
 
     def close(self) -> None:
         """Close connections."""
@@ -158,14 +151,16 @@ class AzureTarget(ObjectTarget):
         return (AzureError,)
 
     def _explain(self, error: Any) -> tuple[int, str]:
-        from azure.core.exceptions import ClientAuthenticationError
+        from azure.core.exceptions import ClientAuthenticationError, ResourceNotFoundError
 
         if isinstance(error, ClientAuthenticationError):
             return errno.EACCES, f"the store denies access to this user: {_code(error)}"
         text = f"{_code(error)} {str(error).partition(chr(10))[0]}".strip()
         if getattr(error, "status_code", None) == 403:
             return errno.EACCES, text
-        return errno.EINVAL if _code(error) == "ContainerNotFound" else errno.EIO, text
+        if _code(error) == "ContainerNotFound":
+            return errno.EINVAL, text
+        return errno.ENOENT if isinstance(error, ResourceNotFoundError) else errno.EIO, text
 
 
 def open_az(name: str) -> AzureTarget:
@@ -184,7 +179,7 @@ def open_az(name: str) -> AzureTarget:
     retries = {"retry_total": ATTEMPTS, "retry_connect": ATTEMPTS, "retry_read": ATTEMPTS}
     connection = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
     account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
-    endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
+    endpoint = find_setting("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     try:
         if connection:
             client = ContainerClient.from_connection_string(connection, name, **retries)
@@ -201,10 +196,10 @@ def open_az(name: str) -> AzureTarget:
 
 
 def _find_credential(account: str) -> Any:
-    key = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY") or os.environ.get("AZURE_STORAGE_ACCESS_KEY")
+    key = find_setting("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY")
     if key:
         return {"account_name": account, "account_key": key}
-    token = os.environ.get("AZURE_STORAGE_SAS_TOKEN") or os.environ.get("AZURE_STORAGE_SAS_KEY")
+    token = find_setting("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY")
     if token:
         return token
     try:
@@ -240,13 +235,6 @@ def _find_number(block_id: str, upload: str) -> int | None:
     number = _decode(block_id).removeprefix(upload)
     is_of_it = _find_upload(block_id) == upload and number.isdigit()
     return int(number) if is_of_it else None
-
-
-def _missing() -> type[Exception]:
-    from azure.core.exceptions import ResourceNotFoundError
-
-    error_type: type[Exception] = ResourceNotFoundError
-    return error_type
 
 
 def _code(error: Any) -> str:

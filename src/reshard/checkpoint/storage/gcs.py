@@ -22,6 +22,7 @@ from reshard.checkpoint.storage.object_stores import (
     ObjectState,
     ObjectTarget,
     PendingUpload,
+    conversion_metadata,
     shorten,
 )
 from reshard.errors import MissingExtraError
@@ -91,7 +92,7 @@ class GcsTarget(ObjectTarget):
                 names = [f"{upload}/level{level}-{at:06}" for at in range(len(groups))]
                 with ThreadPoolExecutor(_DELETIONS) as threads:
                     list(threads.map(self._compose, groups, names))
-            self._compose(names, key, {CONVERSION_KEY: conversion_id})
+            self._compose(names, key, conversion_metadata(conversion_id))
         self.abort(key, upload)
 
     def _compose(
@@ -110,18 +111,12 @@ class GcsTarget(ObjectTarget):
 
     def put(self, key: str, body: FileStream | bytes, conversion_id: str = "") -> None:
         """Put a small object."""
-        metadata = {CONVERSION_KEY: conversion_id} if conversion_id else {}
-        self._put(key, body, metadata)
+        self._put(key, body, conversion_metadata(conversion_id))
 
     def get(self, key: str) -> bytes | None:
         """Return the bytes of a small object, or None if it does not exist."""
-        from google.api_core.exceptions import NotFound
-
-        with self._translate(key):
-            try:
-                return bytes(self._bucket.blob(key).download_as_bytes(retry=self._retry))
-            except NotFound:
-                return None
+        blob = self._bucket.blob(key)
+        return self._if_exists(key, lambda: bytes(blob.download_as_bytes(retry=self._retry)))
 
     def head(self, key: str) -> ObjectState | None:
         """Return the state of an object, or None if it does not exist."""
@@ -163,13 +158,8 @@ class GcsTarget(ObjectTarget):
             list(threads.map(self._delete, list(keys)))
 
     def _delete(self, key: str) -> None:
-        from google.api_core.exceptions import NotFound
-
-        with self._translate(key):
-            try:
-                self._bucket.blob(key).delete(retry=self._retry)
-            except NotFound:
-                return
+        blob = self._bucket.blob(key)
+        self._if_exists(key, lambda: blob.delete(retry=self._retry))
 
     def close(self) -> None:
         """Close connections."""
@@ -187,7 +177,7 @@ class GcsTarget(ObjectTarget):
         from google.auth.exceptions import GoogleAuthError
 
         if isinstance(error, Forbidden | Unauthorized | NotFound):
-            number = errno.EINVAL if isinstance(error, NotFound) else errno.EACCES
+            number = errno.ENOENT if isinstance(error, NotFound) else errno.EACCES
             return number, str(error.message)
         return errno.EINVAL if isinstance(error, GoogleAuthError) else errno.EIO, str(error)
 

@@ -265,7 +265,7 @@ def _endpoint(*names: str, default_scheme: str = "") -> str:
 
     `default_scheme` is prepended to a value without a scheme.
     """
-    url = _environment(*names)
+    url = find_setting(*names)
     if url and "://" not in url:
         url = f"{default_scheme}{url}"
     # obstore panics at other values.
@@ -275,13 +275,19 @@ def _endpoint(*names: str, default_scheme: str = "") -> str:
     return url
 
 
-def _environment(*names: str) -> str:
+def find_setting(*names: str) -> str:
+    """Return the first of these environment variables that is set, or "" if none is."""
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def is_unsigned() -> bool:
+    """Return whether requests to S3 are sent without credentials, to public buckets."""
+    return find_setting("AWS_SKIP_SIGNATURE").lower() in ("1", "true", "yes")
 
 
 def _find_credentials() -> dict[str, Any]:
     """Return boto3's credentials, including profiles and single sign-on, or `{}` if public."""
-    if _environment("AWS_SKIP_SIGNATURE").lower() in ("1", "true", "yes"):
+    if is_unsigned():
         return {"skip_signature": True}
     try:
         import boto3
@@ -375,6 +381,11 @@ CONVERSION_KEY = "reshardconversion"
 ATTEMPTS = 8
 
 
+def conversion_metadata(conversion_id: str) -> dict[str, str]:
+    """Return the metadata of an object that a conversion writes."""
+    return {CONVERSION_KEY: conversion_id} if conversion_id else {}
+
+
 class PendingUpload(NamedTuple):
     """An object that was begun and is not complete; `size_bytes` is the size of its parts."""
 
@@ -397,7 +408,10 @@ class ObjectTarget(Protocol):
         """Return the exceptions of the store's client, whose package is imported by now."""
 
     def _explain(self, error: Any) -> tuple[int, str]:
-        """Return the system's error number for an exception of the client, and its text."""
+        """Return the system's error number for an exception of the client, and its text.
+
+        The number is ENOENT if the object or its upload does not exist, EINVAL for settings.
+        """
 
     def _address(self, key: str) -> str:
         return f"{self.scheme}://{self._name}/{key}"
@@ -410,6 +424,14 @@ class ObjectTarget(Protocol):
         except self._list_errors() as error:
             number, text = self._explain(error)
             raise OSError(number, shorten(text), self._address(key)) from error
+
+    def _if_exists(self, key: str, request: Callable[[], Answer]) -> Answer | None:
+        """Return the result of a request, or None if its object or upload does not exist."""
+        try:
+            with self._translate(key):
+                return request()
+        except FileNotFoundError:
+            return None
 
     def _expect_complete(self, key: str, conversion_id: str, problem: str) -> None:
         """Raise OSError unless the object exists, after the response to `complete` was lost."""
@@ -457,20 +479,16 @@ class ObjectTarget(Protocol):
         """Close connections."""
 
 
-class FileStream(io.RawIOBase):
-    """A range of a local file as a seekable stream."""
+class SizedStream(io.RawIOBase):
+    """A seekable stream of `size_bytes`; subclasses define how memory is filled."""
 
-    # If opening fails, the base class closes the object.
-    _descriptor = -1
-
-    def __init__(self, path: Path, start_bytes: int, stop_bytes: int) -> None:
+    def __init__(self, size_bytes: int) -> None:
         super().__init__()
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        self._start, self.size_bytes = start_bytes, stop_bytes - start_bytes
-        self._at = 0
+        self.size_bytes, self._at = size_bytes, 0
 
-    def __len__(self) -> int:
-        return self.size_bytes
+    def _fill(self, view: memoryview, at: int) -> int:
+        """Fill memory with the bytes from `at` on, which exist, and return how many were read."""
+        raise NotImplementedError
 
     def readable(self) -> bool:
         """Return True."""
@@ -487,17 +505,39 @@ class FileStream(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """Set the position relative to the start, the current position, or the end."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size_bytes}[whence]
-        self._at = max(base + offset, 0)
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = base + offset
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
         """Fill a buffer, or as much of it as is left before the end."""
         view = memoryview(buffer).cast("B")
         size = min(len(view), max(self.size_bytes - self._at, 0))
-        count = read_at(self._descriptor, view[:size], self._start + self._at) if size else 0
-        if size and not count:
-            raise OSError(errno.EIO, "the file ends early; did another program truncate it?")
+        count = self._fill(view[:size], self._at) if size else 0
         self._at += count
+        return count
+
+
+class FileStream(SizedStream):
+    """A range of a local file as a seekable stream."""
+
+    # If opening fails, the base class closes the object.
+    _descriptor = -1
+
+    def __init__(self, path: Path, start_bytes: int, stop_bytes: int) -> None:
+        super().__init__(stop_bytes - start_bytes)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        self._start = start_bytes
+
+    def __len__(self) -> int:
+        # Clients of stores take the length of a request's body by `len`.
+        return self.size_bytes
+
+    def _fill(self, view: memoryview, at: int) -> int:
+        count = read_at(self._descriptor, view, self._start + at)
+        if not count:
+            raise OSError(errno.EIO, "the file ends early; did another program truncate it?")
         return count
 
     def close(self) -> None:
@@ -517,7 +557,7 @@ def translate_store_errors(action: str) -> Iterator[None]:
             advice = (
                 f"check that these credentials may read, write, list and delete, then {CONTINUES}"
             )
-        elif error.errno == errno.EINVAL:
+        elif error.errno in (errno.EINVAL, errno.ENOENT):
             advice = f"correct that, then {CONTINUES}"
         raise RunError(f"cannot {action}: {error.filename}: {reason(error)}; {advice}") from error
 

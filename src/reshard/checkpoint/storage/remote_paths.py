@@ -36,6 +36,7 @@ from reshard.checkpoint.storage.object_stores import (
     FolderListing,
     ObjectSource,
     ObjectState,
+    SizedStream,
     open_bucket,
 )
 from reshard.errors import UsageError
@@ -45,7 +46,7 @@ _WINDOW_BYTES = 256 << 10
 _SHORT_WINDOW_BYTES = 16 << 10
 
 
-class RemoteStream(io.RawIOBase):
+class RemoteStream(SizedStream):
     """An object as an open file, for headers: reads fetch a window of bytes.
 
     A read at the beginning, or a read that continues the previous window, fetches a long window. A
@@ -54,44 +55,18 @@ class RemoteStream(io.RawIOBase):
     """
 
     def __init__(self, source: ObjectSource, key: str, state: ObjectState, name: str) -> None:
-        super().__init__()
+        super().__init__(state.size_bytes)
         self._source, self._key, self._state, self.name = source, key, state, name
-        self._at = self._window_start = 0
-        self._window = memoryview(b"")
+        self._window, self._window_start = memoryview(b""), 0
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the current position."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Set the position relative to the start, the current position, or the end."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._state.size_bytes}
-        if base[whence] + offset < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), self.name)
-        self._at = base[whence] + offset
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer, or as much of it as is left before the end."""
-        target = memoryview(buffer).cast("B")
-        size = min(len(target), max(self._state.size_bytes - self._at, 0))
-        begin = self._at - self._window_start
-        if size and not (begin >= 0 and begin + size <= len(self._window)):
-            continues = not self._at or 0 <= begin <= len(self._window) + _WINDOW_BYTES
+    def _fill(self, view: memoryview, at: int) -> int:
+        size, begin = len(view), at - self._window_start
+        if not (begin >= 0 and begin + size <= len(self._window)):
+            continues = not at or 0 <= begin <= len(self._window) + _WINDOW_BYTES
             window_bytes = _WINDOW_BYTES if continues else _SHORT_WINDOW_BYTES
-            fetched = min(max(size, window_bytes), self._state.size_bytes - self._at)
-            content = self.fetch(self._at, fetched)
-            self._window, self._window_start, begin = content, self._at, 0
-        target[:size] = self._window[begin : begin + size]
-        self._at += size
+            self._window = self.fetch(at, min(max(size, window_bytes), self.size_bytes - at))
+            self._window_start, begin = at, 0
+        view[:] = self._window[begin : begin + size]
         return size
 
     def fetch(self, start: int, size: int) -> memoryview:

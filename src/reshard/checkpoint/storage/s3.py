@@ -21,13 +21,20 @@ from reshard.checkpoint.storage.object_stores import (
     ObjectState,
     ObjectTarget,
     PendingUpload,
+    conversion_metadata,
+    find_setting,
+    is_unsigned,
     shorten,
 )
 from reshard.errors import MissingExtraError
 
+# The maximum of the request that deletes objects.
 _DELETED_AT_A_TIME = 1000
 _CONNECTIONS = 32
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _FORBIDDEN = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403", "401"}
+# Responses to `head` do not have a body, so their code is the status.
+_MISSING = {"NoSuchKey", "NoSuchUpload", "404"}
 
 
 class S3Target(ObjectTarget):
@@ -64,20 +71,18 @@ class S3Target(ObjectTarget):
         """Return the parts by number, or None if the upload is unknown."""
         if not upload:
             return None
-        with self._translate(key):
-            pages = self._client.get_paginator("list_parts").paginate(
-                Bucket=self._name, Key=key, UploadId=upload
-            )
-            try:
-                return {
-                    part["PartNumber"] - 1: ObjectState(part["Size"], tag=part["ETag"])
-                    for page in pages
-                    for part in page.get("Parts", ())
-                }
-            except self._client.exceptions.ClientError as error:
-                if _code(error) in ("NoSuchUpload", "404"):
-                    return None
-                raise
+        pages = self._client.get_paginator("list_parts").paginate(
+            Bucket=self._name, Key=key, UploadId=upload
+        )
+        # Pages are requested as they are read.
+        return self._if_exists(
+            key,
+            lambda: {
+                part["PartNumber"] - 1: ObjectState(part["Size"], tag=part["ETag"])
+                for page in pages
+                for part in page.get("Parts", ())
+            },
+        )
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
         """Create the object from its parts."""
@@ -94,63 +99,49 @@ class S3Target(ObjectTarget):
                     f"the store has {len(tags)} of its {parts} parts",
                     self._address(key),
                 )
-            with self._translate(key):
-                try:
-                    self._client.complete_multipart_upload(
-                        Bucket=self._name,
-                        Key=key,
-                        UploadId=upload,
-                        MultipartUpload={"Parts": tags},
-                    )
-                except self._client.exceptions.ClientError as error:
-                    if _code(error) not in ("NoSuchUpload", "404"):
-                        raise
-                else:
-                    return
+            request = functools.partial(
+                self._client.complete_multipart_upload,
+                Bucket=self._name,
+                Key=key,
+                UploadId=upload,
+                MultipartUpload={"Parts": tags},
+            )
+            if self._if_exists(key, request) is not None:
+                return
         # The upload no longer exists: it was completed, or aborted.
         self._expect_complete(key, conversion_id, "the upload is gone: it was aborted")
 
     def abort(self, key: str, upload: str) -> None:
         """Abort a multipart upload."""
-        with self._translate(key):
-            try:
-                self._client.abort_multipart_upload(Bucket=self._name, Key=key, UploadId=upload)
-            except self._client.exceptions.ClientError as error:
-                if _code(error) not in ("NoSuchUpload", "404"):
-                    raise
+        abort = self._client.abort_multipart_upload
+        self._if_exists(key, lambda: abort(Bucket=self._name, Key=key, UploadId=upload))
 
     def put(self, key: str, body: FileStream | bytes, conversion_id: str = "") -> None:
         """Put a small object."""
         with self._translate(key):
-            metadata = {CONVERSION_KEY: conversion_id} if conversion_id else {}
             self._client.put_object(
                 Bucket=self._name,
                 Key=key,
                 Body=body,
                 ContentLength=len(body),
-                Metadata=metadata,
+                Metadata=conversion_metadata(conversion_id),
             )
 
     def get(self, key: str) -> bytes | None:
         """Return the bytes of a small object, or None if it does not exist."""
-        with self._translate(key):
-            try:
-                with self._client.get_object(Bucket=self._name, Key=key)["Body"] as body:
-                    return bytes(body.read())
-            except self._client.exceptions.ClientError as error:
-                if _code(error) in ("NoSuchKey", "404"):
-                    return None
-                raise
+
+        def read() -> bytes:
+            with self._client.get_object(Bucket=self._name, Key=key)["Body"] as body:
+                return bytes(body.read())
+
+        return self._if_exists(key, read)
 
     def head(self, key: str) -> ObjectState | None:
         """Return the state of an object, or None if it does not exist."""
-        with self._translate(key):
-            try:
-                answer = self._client.head_object(Bucket=self._name, Key=key)
-            except self._client.exceptions.ClientError as error:
-                if _code(error) in ("NoSuchKey", "404"):
-                    return None
-                raise
+        request = functools.partial(self._client.head_object, Bucket=self._name, Key=key)
+        answer = self._if_exists(key, request)
+        if answer is None:
+            return None
         return ObjectState(
             answer["ContentLength"],
             answer["LastModified"].timestamp(),
@@ -218,6 +209,8 @@ class S3Target(ObjectTarget):
             text = f"{_code(error)} {error.response.get('Error', {}).get('Message', '')}"
             if _code(error) in _FORBIDDEN:
                 return errno.EACCES, f"the store denies access to this user: {text}"
+            if _code(error) in _MISSING:
+                return errno.ENOENT, text
             return errno.EINVAL if _code(error) == "NoSuchBucket" else errno.EIO, text
         kind = type(error).__name__
         is_setting = "redential" in kind or "Region" in kind
@@ -241,11 +234,10 @@ def open_s3(bucket: str) -> S3Target:
         raise MissingExtraError(
             "writing to S3 needs the package boto3; pip install 'reshard[s3]'"
         ) from error
-    unsigned = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "yes")
     config = Config(
         retries={"mode": "standard", "max_attempts": ATTEMPTS},
         max_pool_connections=_CONNECTIONS,
-        **({"signature_version": UNSIGNED} if unsigned else {}),
+        **({"signature_version": UNSIGNED} if is_unsigned() else {}),
     )
     try:
         core_session = botocore.session.get_session()
@@ -258,7 +250,8 @@ def open_s3(bucket: str) -> S3Target:
             "s3",
             config=config,
             region_name=region,
-            endpoint_url=None if _has_endpoint() else os.environ.get("AWS_ENDPOINT"),
+            # boto3 finds an endpoint in the other two variables itself.
+            endpoint_url=None if find_setting(*_ENDPOINTS) else os.environ.get("AWS_ENDPOINT"),
         )
     except (BotoCoreError, ValueError) as error:
         raise OSError(errno.EINVAL, shorten(str(error)), f"s3://{bucket}") from error
@@ -273,11 +266,6 @@ def _share_loader(data_path: str | None) -> Any:
     # By default each session parses the JSON of S3's model, which takes six times as long as the
     # rest of its creation.
     return create_loader(data_path)
-
-
-def _has_endpoint() -> bool:
-    """Return whether boto3 finds an endpoint itself."""
-    return any(os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
 
 
 def _code(error: Any) -> str:
