@@ -303,7 +303,8 @@ def test_another_conversion_staged_for_the_target_is_3(
 def test_a_misspelt_word_is_told_its_near_match(arguments: tuple[str, ...], near: str) -> None:
     run = run_here(*arguments)
     assert_told(run, 2)
-    assert near in run.errors.lower().partition("did you mean")[2]
+    # click 8.1 lists several near matches in other words.
+    assert near in re.split("did you mean|possible options:", run.errors.lower(), maxsplit=1)[1]
 
 
 def test_a_wrong_option_points_to_help() -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -80,7 +80,14 @@ def as_path(context: click.Context, parameter: click.Parameter, value: str) -> s
     return value
 
 
-class Choice(click.Choice[str]):
+# click.Choice has a type parameter from 8.2 on.
+if TYPE_CHECKING:
+    _TextChoice = click.Choice[str]
+else:
+    _TextChoice = click.Choice
+
+
+class Choice(_TextChoice):
     """A choice between words. Some words have other spellings.
 
     Args:
@@ -105,11 +112,10 @@ class Choice(click.Choice[str]):
             value = self._translate(value)
         except UsageError as error:
             self.fail(str(error), param, ctx)
-        return super().convert(value, param, ctx)
-
-    def get_invalid_choice_message(self, value: object, ctx: click.Context | None) -> str:
-        """Return the error message for an unknown word."""
-        return super().get_invalid_choice_message(value, ctx) + self._hint()
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            raise click.BadParameter(error.message + self._hint(), ctx, param) from None
 
 
 def cast_type_choice(choices: Sequence[str]) -> Choice:
