@@ -145,6 +145,25 @@ def test_classes_do_not_share_their_values() -> None:
     assert One() is one and Other() is other
 
 
+def test_a_replaced_field_gives_the_interned_value() -> None:
+    mesh = DeviceMesh.of(dp=2, tp=4)
+    sharding = reshard.spec(mesh, "tp, - | max(dp)")
+    assert mesh.replace(name="other") is DeviceMesh.of(name="other", dp=2, tp=4)
+    assert sharding.replace(partial_axes=()) is reshard.spec(mesh, "tp, -")
+    assert sharding.replace(partial_axes=()).replace(partial_axes=["dp"]).reduction == "sum"
+    layout = sharding.layout((8, 4))
+    assert layout.replace() is layout
+    assert layout.replace(slots=9).slots == 9
+
+
+def test_a_replaced_field_is_validated() -> None:
+    mesh = DeviceMesh.of(dp=2, tp=4)
+    with pytest.raises(reshard.errors.MeshError, match="8"):
+        mesh.replace(devices=[0, 1])
+    with pytest.raises(TypeError, match="a DeviceMesh has no field ranks"):
+        mesh.replace(ranks=[0, 1])
+
+
 def test_a_key_is_the_subclass_duty() -> None:
     class Keyless(Interned):
         pass

@@ -5,19 +5,21 @@ interned class keeps a single object per key, so equality is identity, hashing t
 and results can be cached by the objects they were computed from.
 
 >>> class Point(Interned):
-...     def __init__(self, x: int) -> None:
-...         self.x = x
-...     def interning_key(self) -> object:
-...         return self.x
->>> Point(1) is Point(1), Point(1) is Point(2)
-(True, False)
+...     field_names = ("x", "y")
+...     def __init__(self, x: int, y: int = 0) -> None:
+...         self.x, self.y = x, y
+>>> Point(1) is Point(1, 0), Point(1) is Point(2), Point(1).replace(y=3) is Point(1, 3)
+(True, False, True)
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakValueDictionary
+
+V = TypeVar("V", bound="Interned")
 
 _lock = threading.Lock()
 _values: WeakValueDictionary[tuple[type, object], Any] = WeakValueDictionary()
@@ -44,12 +46,25 @@ class _InterningType(type):
 class Interned(metaclass=_InterningType):
     """A base class whose equal values are the same object.
 
-    A subclass builds and validates itself as usual and defines `interning_key()`, a hashable
-    value that determines the object completely. Instances must not change once built.
+    A subclass builds and validates itself as usual, and lists its arguments, two or more, in
+    `field_names`: in order, each by the attribute that stores it. Its key is the values of these
+    attributes, unless it defines `interning_key`. Instances must not change once built.
     """
 
+    field_names: ClassVar[tuple[str, ...]] = ()
+    _get_values: ClassVar[attrgetter[Any]]
+
+    def __init_subclass__(cls) -> None:
+        # Keys are computed for every construction; a getter of two attributes or more returns a
+        # tuple, in half the time of a tuple of `getattr`s.
+        if cls.field_names:
+            cls._get_values = attrgetter(*cls.field_names)
+
     def interning_key(self) -> object:
-        raise NotImplementedError
+        """Return a hashable value that determines the object completely."""
+        if not self.field_names:
+            raise NotImplementedError
+        return self._get_values(self)
 
     @classmethod
     def arguments_key(cls, *args: Any, **kwargs: Any) -> object:
@@ -59,6 +74,17 @@ class Interned(metaclass=_InterningType):
         without building it again.
         """
         return None
+
+    def replace(self: V, **changes: Any) -> V:
+        """Return the value with some fields changed, which is validated again."""
+        values = dict(zip(self.field_names, self._get_values(self), strict=True))
+        unknown = changes.keys() - values.keys()
+        if unknown:
+            raise TypeError(f"a {type(self).__name__} has no field {', '.join(sorted(unknown))}")
+        return type(self)(*(values | changes).values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), self._get_values(self))
 
     def __copy__(self) -> Any:
         return self

@@ -136,6 +136,8 @@ class Placement(Interned):
         contribution: the contribution of each cell, shape `(cells,)`.
     """
 
+    field_names = ("slot", "part", "contribution")
+
     def __init__(self, slot: IntArray, part: IntArray, contribution: IntArray) -> None:
         # Stable, since the cells of a rank are in the order of its memory.
         order = np.argsort(slot, kind="stable")
@@ -148,9 +150,6 @@ class Placement(Interned):
     def interning_key(self) -> object:
         columns = (self.slot, self.part, self.contribution)
         return (self.part.shape, *(column.tobytes() for column in columns))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Placement, (self.slot, self.part, self.contribution))
 
 
 class Layout(Interned):
@@ -170,6 +169,11 @@ class Layout(Interned):
     Raises:
         LayoutError: tables, parts or ranks that do not match the shape or each other.
     """
+
+    field_names = (
+        *("shape", "tables", "slots", "cell_slot", "cell_part", "cell_contribution"),
+        *("contributions", "reduction"),
+    )
 
     def __init__(
         self,
@@ -267,11 +271,6 @@ class Layout(Interned):
     def interning_key(self) -> object:
         counts = (self.slots, self.contributions, self.reduction)
         return (self.shape, self.tables, self.placement, *counts)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        cells = (self.cell_slot, self.cell_part, self.cell_contribution)
-        sizes = (self.shape, self.tables, self.slots)
-        return (Layout, (*sizes, *cells, self.contributions, self.reduction))
 
     @classmethod
     def replicated(cls, shape: Sequence[int], slots: int = 1) -> Layout:

@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -120,6 +119,8 @@ class DeviceMesh(Interned):
     (8, ((0, 4), (1, 5), (2, 6), (3, 7)))
     """
 
+    field_names = ("name", "shape", "axis_names", "devices")
+
     def __init__(
         self,
         name: str,
@@ -195,12 +196,6 @@ class DeviceMesh(Interned):
                 )
             axes.append((axis, int(size)))
         return cls(name, [size for _, size in axes], [axis for axis, _ in axes])
-
-    def interning_key(self) -> object:
-        return (self.name, self.shape, self.axis_names, self.devices)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (DeviceMesh, (self.name, self.shape, self.axis_names, self.devices))
 
     def axis_size(self, axis: str | Axis) -> int:
         """Return the number of devices along an axis or a sub-axis.

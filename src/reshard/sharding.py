@@ -34,7 +34,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -92,18 +91,14 @@ class Level(Interned):
     Level('dp tp')
     """
 
+    field_names = ("axes", "rule")
+
     def __init__(self, axes: Iterable[str | Axis], rule: CutRule | None = None) -> None:
         self.axes = join_axes(axes)
         self.rule = Ceil() if rule is None else rule
         expect_rule(self.rule)
         if not self.axes:
             raise SpecError("a level of a dimension needs at least one mesh axis")
-
-    def interning_key(self) -> object:
-        return (self.axes, self.rule)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Level, (self.axes, self.rule))
 
     def __str__(self) -> str:
         rule = "" if self.rule.is_default else f"@{self.rule.text}"
@@ -126,6 +121,8 @@ class DimSpec(Interned):
     >>> DimSpec([Level(["dp"]), Level(["tp"])], is_open=True, priority=2)
     DimSpec('dp / tp ?!2')
     """
+
+    field_names = ("levels", "is_open", "priority")
 
     def __init__(
         self,
@@ -151,12 +148,6 @@ class DimSpec(Interned):
             raise SpecError(f"is_open {is_open!r}; give True or False")
         self.is_open = bool(is_open)
         self.priority = check_int(priority, "priority", SpecError)
-
-    def interning_key(self) -> object:
-        return (self.levels, self.is_open, self.priority)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (DimSpec, (self.levels, self.is_open, self.priority))
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
@@ -218,7 +209,7 @@ class ShardingSpec(Interned):
         replicated_axes: axes that propagation must keep replicated; other unused axes are
             replicated too.
         partial_axes: axes along which devices hold contributions, major to minor.
-        reduction: how contributions combine: sum, max, min, mean or product.
+        reduction: how contributions combine: sum, max, min, mean or product; the sum if None.
         only: coordinates by axis; devices at other coordinates hold nothing.
 
     Raises:
@@ -236,17 +227,21 @@ class ShardingSpec(Interned):
     (4, 5, 6, 7)
     """
 
+    field_names = ("mesh", "dim_specs", "replicated_axes", "partial_axes", "reduction", "only")
+
     def __init__(
         self,
         mesh: DeviceMesh,
         dim_specs: Iterable[DimSpec | Sequence[str]],
         replicated_axes: Iterable[str | Axis] = (),
         partial_axes: Iterable[str | Axis] = (),
-        reduction: str = "sum",
+        reduction: str | None = "sum",
         only: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]] = (),
     ) -> None:
         expect_mesh(mesh)
         self.mesh = mesh
+        if reduction is None:
+            reduction = "sum"
         if not isinstance(reduction, str) or reduction not in REDUCTIONS:
             raise SpecError(
                 f"unknown reduction {reduction!r}; it is one of {', '.join(REDUCTIONS)}"
@@ -347,21 +342,6 @@ class ShardingSpec(Interned):
                     f"{low.pre * (low.size or 1)}, and {high} must begin at a multiple of that"
                 )
 
-    def interning_key(self) -> object:
-        return (
-            self.mesh,
-            self.dim_specs,
-            self.replicated_axes,
-            self.partial_axes,
-            self.reduction,
-            self.only,
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        reduction = self.reduction or "sum"
-        axes = (self.replicated_axes, self.partial_axes)
-        return (ShardingSpec, (self.mesh, self.dim_specs, *axes, reduction, self.only))
-
     @property
     def used_axes(self) -> tuple[Axis, ...]:
         """The axes that shard a dimension, and the partial axes."""
@@ -378,8 +358,7 @@ class ShardingSpec(Interned):
         >>> print(spec(DeviceMesh.of(x=2), "x, -").with_dims([DimSpec(), DimSpec(["x"])]))
         -, x
         """
-        axes, reduction = (self.replicated_axes, self.partial_axes), self.reduction or "sum"
-        return ShardingSpec(self.mesh, dim_specs, *axes, reduction, self.only)
+        return self.replace(dim_specs=dim_specs)
 
     def layout(self, shape: Sequence[int]) -> Layout:
         """Return the layout of a tensor of `shape`. Its ranks are the devices of the mesh.
@@ -495,7 +474,7 @@ def _parse(mesh: DeviceMesh, text: str, ndim: int | None) -> ShardingSpec:
         [_parse_dim(item) for item in items],
         replicated,
         partial,
-        reduction or "sum",
+        reduction,
         only,
     )
 

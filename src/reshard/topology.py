@@ -192,6 +192,11 @@ class Topology(Interned):
     ([1, 0], (2, 3))
     """
 
+    field_names = (
+        *("rank_host", "host_rack", "within_host", "between_hosts", "between_racks"),
+        *("overhead", "device"),
+    )
+
     def __init__(
         self,
         hosts: Sequence[int] | IntArray,
@@ -277,15 +282,8 @@ class Topology(Interned):
         return cls([number.setdefault(name, len(number)) for name in names], None, **links)
 
     def interning_key(self) -> object:
-        return (self.rank_host.tobytes(), self.host_rack.tobytes(), self._speeds)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Topology, (self.rank_host, self.host_rack, *self._speeds))
-
-    @property
-    def _speeds(self) -> tuple[Link | None, Link | None, Link | None, Overhead, Device | None]:
-        links = (self.within_host, self.between_hosts, self.between_racks)
-        return (*links, self.overhead, self.device)
+        hosts, racks, *speeds = self._get_values(self)
+        return (hosts.tobytes(), racks.tobytes(), *speeds)
 
     def host_of(self, ranks: ArrayLike) -> IntArray:
         """Return the host of each rank, in the shape of `ranks`.

@@ -125,15 +125,10 @@ class StoredTensor(Record):
         if len(self.binding.addresses) == len(layout.holders):
             return layout
         kept = np.isin(layout.cell_slot, self.stored_slots)
-        return Layout(
-            layout.shape,
-            layout.tables,
-            layout.slots,
-            layout.cell_slot[kept],
-            layout.cell_part[kept],
-            layout.cell_contribution[kept],
-            layout.contributions,
-            layout.reduction,
+        return layout.replace(
+            cell_slot=layout.cell_slot[kept],
+            cell_part=layout.cell_part[kept],
+            cell_contribution=layout.cell_contribution[kept],
         )
 
     @cached_property

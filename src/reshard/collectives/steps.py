@@ -179,15 +179,12 @@ def _restrict_to_ranks(layout: Layout, ranks: Sequence[int]) -> Layout:
     chosen = np.isin(layout.cell_slot, ranks)
     carried, _, number = find_distinct(layout.cell_contribution[chosen])
     count = max(len(carried), 1)
-    return Layout(
-        layout.shape,
-        layout.tables,
-        layout.slots,
-        layout.cell_slot[chosen],
-        layout.cell_part[chosen],
-        number,
-        count,
-        layout.reduction if count > 1 else None,
+    return layout.replace(
+        cell_slot=layout.cell_slot[chosen],
+        cell_part=layout.cell_part[chosen],
+        cell_contribution=number,
+        contributions=count,
+        reduction=layout.reduction if count > 1 else None,
     )
 
 

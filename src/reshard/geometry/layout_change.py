@@ -13,7 +13,6 @@ to each other. It is a value that depends on no data and is the same on every ra
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -47,6 +46,8 @@ class LayoutChange(Interned):
     0 -> 1 [2:3, 0:2]
     """
 
+    field_names = ("source", "target")
+
     def __init__(self, source: Layout, target: Layout) -> None:
         for name, layout in (("source", source), ("target", target)):
             if not isinstance(layout, Layout):
@@ -61,12 +62,6 @@ class LayoutChange(Interned):
             )
         self.source = source
         self.target = target
-
-    def interning_key(self) -> object:
-        return (self.source, self.target)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (LayoutChange, (self.source, self.target))
 
     @cached_property
     def combines(self) -> tuple[tuple[int, ...], ...]:

@@ -437,15 +437,11 @@ def find_needs(source: Layout, target: Layout) -> Needs:
 def _keep_one_a_key(layout: Layout, copies: Replicas) -> Layout:
     """Return the layout with a slot for each key, shared by equal layouts on any ranks."""
     first = copies.first
-    return Layout(
-        layout.shape,
-        layout.tables,
-        len(first),
-        np.arange(len(first)),
-        layout.cell_part[first],
-        layout.cell_contribution[first],
-        layout.contributions,
-        layout.reduction,
+    return layout.replace(
+        slots=len(first),
+        cell_slot=np.arange(len(first)),
+        cell_part=layout.cell_part[first],
+        cell_contribution=layout.cell_contribution[first],
     )
 
 

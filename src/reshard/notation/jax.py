@@ -304,8 +304,7 @@ def _read_tile_assignment(
     # devices are replaced by ids.
     found = parse_hlo(text, None, shape)
     ranks = [ids[number] for number in found.mesh.devices]
-    own = DeviceMesh(found.mesh.name, found.mesh.shape, found.mesh.axis_names, ranks)
-    return ShardingSpec(own, found.dim_specs, partial_axes=found.partial_axes)
+    return found.replace(mesh=found.mesh.replace(devices=ranks))
 
 
 def _read_spec_object(

@@ -285,15 +285,11 @@ def _cut_ranges(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int])
         rows = [row for piece, i in number.items() for row in _read_window(table, i, *piece)]
         tables.append(RunTable(table.dimension_length, len(chosen), rows))
         columns.append([number[pieces[dim]] for _, pieces, _ in cells])
-    return Layout(
-        base.shape,
-        tables,
-        base.slots,
-        [slot for slot, _, _ in cells],
-        np.array(columns, dtype=np.int64).T,
-        [carried for _, _, carried in cells],
-        base.contributions,
-        base.reduction,
+    return base.replace(
+        tables=tables,
+        cell_slot=[slot for slot, _, _ in cells],
+        cell_part=np.array(columns, dtype=np.int64).T,
+        cell_contribution=[carried for _, _, carried in cells],
     )
 
 

@@ -152,7 +152,7 @@ def process_grid(rows: int, columns: int, order: str = "row") -> DeviceMesh:
         return grid
     # In column order rank `k` is in row `k % rows`, column `k // rows`.
     ranks = np.arange(grid.size).reshape(columns, rows).T.reshape(-1)
-    return DeviceMesh(grid.name, grid.shape, grid.axis_names, ranks.tolist())
+    return grid.replace(devices=ranks.tolist())
 
 
 def parse_scalapack(

@@ -67,15 +67,11 @@ def find_regions(target: Layout, combines: tuple[tuple[int, ...], ...]) -> Regio
     distinct = tuple(dict.fromkeys(combines))
     # Contributions that combine the same sources need the same elements: they get the same label.
     label = np.array([distinct.index(sources) for sources in combines], dtype=np.int64)
-    wanting = Layout(
-        target.shape,
-        [_refresh_halos(table) for table in target.tables],
-        target.slots,
-        target.cell_slot,
-        target.cell_part,
-        label[target.cell_contribution],
-        len(distinct),
-        "sum" if len(distinct) > 1 else None,
+    wanting = target.replace(
+        tables=[_refresh_halos(table) for table in target.tables],
+        cell_contribution=label[target.cell_contribution],
+        contributions=len(distinct),
+        reduction="sum" if len(distinct) > 1 else None,
     )
     holders = find_holders(wanting)
     begin, cells = _find_cells_of_keys(wanting, holders)
@@ -112,15 +108,12 @@ def _give_slots(
     wanting: Layout, tables: tuple[RunTable, ...], part: IntArray, cells: IntArray
 ) -> Layout:
     """Return a layout with a slot for each row of `part`, with the contribution of its cell."""
-    return Layout(
-        wanting.shape,
-        tables,
-        max(len(cells), 1),
-        np.arange(len(cells)),
-        part,
-        wanting.cell_contribution[cells],
-        wanting.contributions,
-        wanting.reduction,
+    return wanting.replace(
+        tables=tables,
+        slots=max(len(cells), 1),
+        cell_slot=np.arange(len(cells)),
+        cell_part=part,
+        cell_contribution=wanting.cell_contribution[cells],
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from reshard._interning import Interned
 from reshard._validation import check_int, check_ints, check_type
@@ -53,15 +53,11 @@ class Plan(Interned):
     0 -> 1 [2:3, 0:2]
     """
 
+    field_names = ("source", "target", "dtype")
+
     def __init__(self, source: Layout, target: Layout, dtype: DType | None = None) -> None:
         self.change = LayoutChange(source, target)
         self.dtype = dtype
-
-    def interning_key(self) -> object:
-        return (self.change, self.dtype)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Plan, (self.source, self.target, self.dtype))
 
     @property
     def source(self) -> Layout:

@@ -75,33 +75,19 @@ class RankPermutation(Record):
     def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """Return a mesh of the target with its devices in the new order."""
         devices = [self.rank_of.get(rank, rank) for rank in mesh.devices]
-        return DeviceMesh(mesh.name, mesh.shape, mesh.axis_names, devices)
+        return mesh.replace(devices=devices)
 
     def spec(self, spec: ShardingSpec) -> ShardingSpec:
         """Return a sharding of the target on its mesh with the devices in the new order."""
-        return ShardingSpec(
-            self.mesh(spec.mesh),
-            spec.dim_specs,
-            spec.replicated_axes,
-            spec.partial_axes,
-            spec.reduction or "sum",
-            spec.only,
-        )
+        return spec.replace(mesh=self.mesh(spec.mesh))
 
     def layout(self, layout: Layout) -> Layout:
         """Return a layout of the target with its slots, which are ranks, renumbered."""
         renumbered = np.array([self.rank_of.get(slot, slot) for slot in range(layout.slots)])
         if not len(renumbered):
             return layout
-        return Layout(
-            layout.shape,
-            layout.tables,
-            int(renumbered.max()) + 1,
-            renumbered[layout.cell_slot],
-            layout.cell_part,
-            layout.cell_contribution,
-            layout.contributions,
-            layout.reduction,
+        return layout.replace(
+            slots=int(renumbered.max()) + 1, cell_slot=renumbered[layout.cell_slot]
         )
 
     def job(self, job: Job) -> Job:

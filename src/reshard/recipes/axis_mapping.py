@@ -54,7 +54,7 @@ def map_sharding(
         dim_specs,
         map_all(written.replicated_axes),
         map_all(written.partial_axes),
-        written.reduction or "sum",
+        written.reduction,
         only,
     )
 

@@ -178,9 +178,7 @@ def place_sharding(spec: ShardingSpec, group: RankGroup) -> ShardingSpec:
     """
     if not group.is_across_jobs:
         return spec
-    reduction = spec.reduction or "sum"
-    axes = (spec.replicated_axes, spec.partial_axes)
-    return ShardingSpec(group.place(spec.mesh), spec.dim_specs, *axes, reduction, spec.only)
+    return spec.replace(mesh=group.place(spec.mesh))
 
 
 def shape_of(*described: Description | None) -> tuple[int, ...] | None:

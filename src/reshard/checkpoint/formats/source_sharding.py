@@ -202,7 +202,7 @@ def _list_numberings(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
         ranks = np.arange(mesh.size).reshape([mesh.shape[axis] for axis in order])
         devices = ranks.transpose(np.argsort(order)).reshape(-1).tolist()
         if devices != list(mesh.devices):
-            yield DeviceMesh(mesh.name, mesh.shape, mesh.axis_names, devices)
+            yield mesh.replace(devices=devices)
 
 
 def _find_contradiction(

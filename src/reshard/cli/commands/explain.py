@@ -164,7 +164,7 @@ def _mesh(text: str | None, ranks: str | None) -> DeviceMesh | None:
     mesh = DeviceMesh.parse(text)
     if ranks is None:
         return mesh
-    return DeviceMesh(mesh.name, mesh.shape, mesh.axis_names, ranks_of(ranks))
+    return mesh.replace(devices=ranks_of(ranks))
 
 
 _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)

@@ -309,7 +309,7 @@ def shard_module(program: Program, dtype: DType | str = "float32") -> ShardModul
             ) from error
     # Axis names are not written: those of a module that is read are axis0, axis1 and so on.
     grids = [
-        DeviceMesh(mesh.name, mesh.shape, [f"axis{n}" for n in range(len(mesh.shape))])
+        mesh.replace(axis_names=[f"axis{n}" for n in range(len(mesh.shape))])
         for mesh in (whole.mesh for whole in meshes.values())
     ]
     return writer.module(grids, specs[-1])

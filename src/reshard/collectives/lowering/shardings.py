@@ -77,7 +77,7 @@ def _rewrite_on_mesh(
     for dim in spec.dim_specs:
         levels = [(here(level.axes), level.rule) for level in dim.levels]
         dims.append(DimSpec([Level(axes, rule) for axes, rule in levels if axes]))
-    return ShardingSpec(mesh, dims, (), here(spec.partial_axes), spec.reduction or "sum", spec.only)
+    return ShardingSpec(mesh, dims, (), here(spec.partial_axes), spec.reduction, spec.only)
 
 
 def with_own_mesh_names(specs: Sequence[ShardingSpec]) -> list[ShardingSpec]:
@@ -87,18 +87,8 @@ def with_own_mesh_names(specs: Sequence[ShardingSpec]) -> list[ShardingSpec]:
         name, taken = mesh.name, {known.name for known in names.values()}
         while name in taken:
             name += "_target"
-        names[mesh] = DeviceMesh(name, mesh.shape, mesh.axis_names, mesh.devices)
-    return [
-        ShardingSpec(
-            names[spec.mesh],
-            spec.dim_specs,
-            (),
-            spec.partial_axes,
-            spec.reduction or "sum",
-            spec.only,
-        )
-        for spec in specs
-    ]
+        names[mesh] = mesh.replace(name=name)
+    return [spec.replace(mesh=names[spec.mesh]) for spec in specs]
 
 
 def remove_prefix(
@@ -202,7 +192,7 @@ class WholeAxes:
         cuts = [self._axes(dim.axes) for dim in spec.dim_specs]
         dims = [DimSpec([Level(axes)] if axes else []) for axes in cuts]
         partial = self._axes(spec.partial_axes)
-        return ShardingSpec(self.mesh, dims, (), partial, spec.reduction or "sum")
+        return ShardingSpec(self.mesh, dims, (), partial, spec.reduction)
 
     def _axes(self, axes: Iterable[Axis]) -> list[Axis]:
         return [Axis(name) for name in self.names(axes)]

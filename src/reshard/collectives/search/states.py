@@ -407,7 +407,7 @@ class Space:
             DimSpec([Level(prime_mesh.axes(level, mesh)) for level in cut]) for cut in state.cuts
         ]
         partial = prime_mesh.axes(sorted(state.partial), mesh)
-        return ShardingSpec(mesh, dims, (), partial, reduction or "sum")
+        return ShardingSpec(mesh, dims, (), partial, reduction)
 
     def state(self, prime_mesh: int, spec: ShardingSpec) -> State:
         """Return a sharding as a state over a prime mesh."""

@@ -129,6 +129,8 @@ class ParameterPattern(Interned):
         LayoutError: regions that overlap, leave a part of the parameter out or extend beyond it.
     """
 
+    field_names = ("shape", "dtype", "columns", "steps", "computed", "constants", "unfilled")
+
     def __init__(
         self,
         shape: Sequence[int],
@@ -200,10 +202,6 @@ class ParameterPattern(Interned):
         # Numbers that are equal in Python may differ: the text distinguishes -0.0 and 0.0.
         rest = (self.computed, repr(self.constants), self.unfilled)
         return (self.shape, self.dtype, len(self.columns.source), columns, self.steps, rest)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        rest = (self.steps, self.computed, self.constants, self.unfilled)
-        return (ParameterPattern, (self.shape, self.dtype, self.columns, *rest))
 
     @cached_property
     def sources(self) -> int:

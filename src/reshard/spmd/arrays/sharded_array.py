@@ -633,7 +633,7 @@ def _make_plain(spec: ShardingSpec) -> ShardingSpec:
         spec.mesh,
         [DimSpec(dim.levels) for dim in spec.dim_specs],
         partial_axes=spec.partial_axes,
-        reduction=spec.reduction or "sum",
+        reduction=spec.reduction,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
 
 from reshard._interning import Interned
 from reshard.dtypes import DType
@@ -35,6 +34,8 @@ class ArrayType(Interned):
     (2, 8)
     """
 
+    field_names = ("shape", "dtype", "spec")
+
     def __init__(
         self, shape: Iterable[int], dtype: DType, spec: ShardingSpec | None = None
     ) -> None:
@@ -46,12 +47,6 @@ class ArrayType(Interned):
                 f"`{spec}` is for arrays of {spec.ndim} dimensions, not for shape "
                 f"{list(self.shape)}; give one DimSpec a dimension"
             )
-
-    def interning_key(self) -> object:
-        return (self.shape, self.dtype, self.spec)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (ArrayType, (self.shape, self.dtype, self.spec))
 
     @property
     def ndim(self) -> int:

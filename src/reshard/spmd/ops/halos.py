@@ -365,6 +365,4 @@ def cut_by_windows(
 def with_cut(spec: ShardingSpec, dim: int, cut: DimSpec) -> ShardingSpec:
     """Return a sharding with another sharding of a dimension."""
     dims = [*spec.dim_specs[:dim], cut, *spec.dim_specs[dim + 1 :]]
-    return ShardingSpec(
-        spec.mesh, dims, partial_axes=spec.partial_axes, reduction=spec.reduction or "sum"
-    )
+    return ShardingSpec(spec.mesh, dims, partial_axes=spec.partial_axes, reduction=spec.reduction)

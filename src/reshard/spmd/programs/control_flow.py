@@ -208,7 +208,7 @@ def _whole_first(x: Any) -> Any:
             spec.mesh,
             [DimSpec(), *spec.dim_specs[1:]],
             partial_axes=spec.partial_axes,
-            reduction=spec.reduction or "sum",
+            reduction=spec.reduction,
         )
     )
 
@@ -332,7 +332,7 @@ def _without_first(kind: ArrayType) -> ArrayType:
             spec.mesh,
             spec.dim_specs[1:],
             partial_axes=spec.partial_axes,
-            reduction=spec.reduction or "sum",
+            reduction=spec.reduction,
         )
     return ArrayType(kind.shape[1:], kind.dtype, spec)
 

@@ -256,7 +256,7 @@ class AxisTable:
                 dims,
                 map(self.axis, sharding.replicated),
                 map(self.axis, sharding.partial),
-                sharding.reduction or "sum",
+                sharding.reduction,
                 sharding.only,
             )
         return found

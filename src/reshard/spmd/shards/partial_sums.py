@@ -153,7 +153,7 @@ def with_partial(spec: ShardingSpec, axes: Sequence[Axis], reduction: str | None
         spec.mesh,
         spec.dim_specs,
         partial_axes=(*axes, *spec.partial_axes),
-        reduction=reduction or "sum",
+        reduction=reduction,
     )
 
 

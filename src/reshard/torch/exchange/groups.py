@@ -205,8 +205,7 @@ class RankGroup:
         """Return a mesh of this process's job over the group's numbers. Raises as `find_rank`."""
         if not self.is_across_jobs:
             return mesh
-        devices = map(self.find_rank, mesh.devices)
-        return DeviceMesh(mesh.name, mesh.shape, mesh.axis_names, devices)
+        return mesh.replace(devices=map(self.find_rank, mesh.devices))
 
     def next_number(self) -> int:
         """Return a number for a call of the group: the n-th is the same on all ranks."""

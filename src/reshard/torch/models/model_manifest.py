@@ -332,16 +332,7 @@ def shift_ranks(layout: Layout, ranks: int) -> Layout:
     """
     if not ranks:
         return layout
-    return Layout(
-        layout.shape,
-        layout.tables,
-        layout.slots + ranks,
-        layout.cell_slot + ranks,
-        layout.cell_part,
-        layout.cell_contribution,
-        layout.contributions,
-        layout.reduction,
-    )
+    return layout.replace(slots=layout.slots + ranks, cell_slot=layout.cell_slot + ranks)
 
 
 def merge_layouts(layouts: Sequence[Layout]) -> Layout | None:

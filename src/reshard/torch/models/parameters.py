@@ -100,15 +100,12 @@ def member_layout(layout: Layout, number: int) -> Layout:
     ]
     # The cells that hold the member, without their part of the stacked dimension.
     chosen = np.isin(layout.cell_part[:, 0], parts)
-    return Layout(
-        layout.shape[1:],
-        layout.tables[1:],
-        layout.slots,
-        layout.cell_slot[chosen],
-        layout.cell_part[chosen, 1:],
-        layout.cell_contribution[chosen],
-        layout.contributions,
-        layout.reduction,
+    return layout.replace(
+        shape=layout.shape[1:],
+        tables=layout.tables[1:],
+        cell_slot=layout.cell_slot[chosen],
+        cell_part=layout.cell_part[chosen, 1:],
+        cell_contribution=layout.cell_contribution[chosen],
     )
 
 

@@ -225,17 +225,8 @@ def _cut(whole: Layout, dimension: int, start: int, stop: int) -> tuple[Layout, 
         )
     tables = list(whole.tables)
     tables[dimension], begins = table_between(tables[dimension], start, stop)
-    layout = Layout(
-        tuple(table.dimension_length for table in tables),
-        tables,
-        whole.slots,
-        whole.cell_slot,
-        whole.cell_part,
-        whole.cell_contribution,
-        whole.contributions,
-        whole.reduction,
-    )
-    return layout, begins
+    shape = tuple(table.dimension_length for table in tables)
+    return whole.replace(shape=shape, tables=tables), begins
 
 
 def table_between(table: RunTable, start: int, stop: int) -> tuple[RunTable, IntArray]:
