@@ -229,7 +229,7 @@ def test_a_shard_order_is_written_back_by_steps_or_by_strides() -> None:
     # 9 over tp are 5 and 4, and over dp then 2, 2, 1, 0 and 1, 1, 1, 1: dp's last has no index of
     # tp's first. By strides it has one index, and gives it to tp's first.
     uneven = native(DeviceMesh.of(dp=4, tp=2), "tp / dp, -")
-    with pytest.raises(NotationError, match=r"for shape \[9, 2\].*_StridedShard"):
+    with pytest.raises(NotationError, match=r"`_StridedShard` differ for shape \[9, 2\]"):
         dtensor.to_placements(uneven, (9, 2))
     assert dtensor.to_placements(uneven, (16, 2))[0].split_factor == 2
 
@@ -282,38 +282,38 @@ def test_a_text_means_its_sharding(text: str, expected: str) -> None:
     [
         ("[Shard(0)]", "1 placements for a mesh of 2 axes"),
         ("", "0 placements for a mesh of 2 axes"),
-        ("[Shard(2), Replicate()]", "cuts dimension 2 of a tensor that has 2; give one from -2"),
-        ("[Shard(-3), Replicate()]", "cuts dimension -3"),
+        ("[Shard(2), Replicate()]", "shards dimension 2 of a tensor of 2 dimensions; give -2"),
+        ("[Shard(-3), Replicate()]", "shards dimension -3"),
         ("[Shard(), Replicate()]", "Shard needs a number for dim, got None"),
         ("[Shard(x), Replicate()]", "Shard needs a number for dim, got 'x'"),
         ("[Shard(0, 1), Replicate()]", r"Shard does not take 1; write Shard\(dim\)"),
         ("[Shard(0, dim=1), Replicate()]", "Shard does not take dim=1"),
         ("[Shard(0), Replicate(1)]", "Replicate does not take 1"),
-        ("[Shard(0), Owned(1)]", r"cannot read 'Owned\(1\)' in the placements"),
+        ("[Shard(0), Owned(1)]", r"cannot read 'Owned\(1\)\]?'; expected a placement"),
         ("[Shard(0), Rubbish]", "cannot read 'Rubbish'"),
-        ("[Shard(0, Replicate()]", "cannot read the placements"),
-        ("Shard(0", "cannot read the placements .* at its end"),
+        ("[Shard(0, Replicate()]", r"cannot read .*; expected `,` or `\)`"),
+        ("Shard(0", r"cannot read ''; expected `,` or `\)`"),
         ("[Shard(0", r"cannot read '\[Shard\(0'"),
-        ("[Shard(1 2), R]", r"cannot read the placements .* at '2\)"),
-        ("[Shard(=2), R]", r"cannot read the placements .* at '=2\)"),
-        ("[Shard(((((((1))))))), R]", "cannot read the placements"),
-        (f"[Shard({'9' * 5000}), R]", "cannot read the placements"),
-        ("[Shard(1e3), R]", "cannot read the placements"),
+        ("[Shard(1 2), R]", r"cannot read '2\).*; expected `,`"),
+        ("[Shard(=2), R]", r"cannot read '=2\).*; expected a number, a word"),
+        ("[Shard(((((((1))))))), R]", "expected lists of at most 3 levels"),
+        (f"[Shard({'9' * 5000}), R]", "expected a number"),
+        ("[Shard(1e3), R]", "cannot read 'e3"),
         ("[Partial(bor), R]", r"Partial\(bor\): the reductions are sum, avg, max, min, product"),
-        ("[Partial(sum), Partial(max)]", "reduced in several ways, max and sum"),
-        ("[Partial(sum), Partial(avg)]", "reduced in several ways, mean and sum"),
+        ("[Partial(sum), Partial(max)]", "reduced by max and sum; a tensor has a single"),
+        ("[Partial(sum), Partial(avg)]", "reduced by mean and sum"),
         ("[_StridedShard(0, 0), R]", "split_factor 0; it must be at least 1"),
-        ("S(0)[1]S(0)[1]", r"dimension 0 have the steps \[1, 1\]; give each one of 0 to 1"),
+        ("S(0)[1]S(0)[1]", r"dimension 0 have the steps \[1, 1\]; give 0 to 1, each once"),
         ("S(0)[0]S(0)", r"dimension 0 have the steps \[0, None\]"),
-        ("S(0)R[0]", "only axes that cut have an order"),
-        ("[RaggedShard((0,), (1, 1)), R]", "read it with `reshard.notation.ragged`"),
+        ("S(0)R[0]", "only axes that shard have an order"),
+        ("[RaggedShard((0,), (1, 1)), R]", "read it with `reshard.notation.parse_ragged`"),
         ("[PartitionedShard(0, 2), R]", "needs splits"),
         ("[PartitionedShard(0, 2, (a, b)), R]", "needs splits"),
         ("[PartitionedShard(0, 2, (2, 2), maybe), R]", "needs True or False"),
         ("[PartitionedShard(0, 2, ((1, 1), (1, 1), (0, 0))), R]", "3 ranks, but axis dp has 2"),
     ],
 )
-def test_a_text_that_is_wrong_is_a_notation_error(text: str, message: str) -> None:
+def test_invalid_texts_are_refused_with_the_text(text: str, message: str) -> None:
     with pytest.raises(NotationError, match=message) as caught:
         parse_dtensor(text, SQUARE, (4, 6))
     assert f"`{text}`" in str(caught.value)
@@ -324,7 +324,7 @@ def test_a_mesh_and_a_shape_are_needed() -> None:
         parse_dtensor("[Shard(0)]")
     with pytest.raises(NotationError, match="lack the tensor's shape"):
         parse_dtensor("[Shard(0), Replicate()]", SQUARE)
-    with pytest.raises(NotationError, match="cuts a tensor that has no dimensions"):
+    with pytest.raises(NotationError, match="shards a tensor without dimensions"):
         parse_dtensor("[Shard(0), Replicate()]", SQUARE, ())
     assert str(parse_dtensor("[Replicate(), Partial(sum)]", SQUARE, ())) == "| sum(tp)"
 
@@ -332,19 +332,19 @@ def test_a_mesh_and_a_shape_are_needed() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dp tp, -", "the level `dp tp` of dimension 0.*write `dp / tp`"),
-        ("-, dp:(1)2", "the axis `dp:\\(1\\)2` of dimension 1: it takes mesh axes whole"),
-        ("dp@balanced, -", "the rule `balanced` of dimension 0"),
-        ("dp@stride2[4,4], -", "the rule `stride2\\[4,4\\]`"),
-        ("-, dp@blocks[4,2]", "the rule `blocks\\[4,2\\]` of dimension 1"),
-        ("dp ?, -", "`dp \\?` of dimension 0: placements have no marks for propagation"),
-        ("-, - !1", "`!1` of dimension 1"),
-        ("-, - | sum(dp:(1)2)", "the partial axes.*it takes mesh axes whole"),
-        ("-, - | sum(tp dp)", "the order of the partial axes tp dp"),
-        ("tp, - | only(dp=1)", "`only` of axis dp"),
+        ("dp tp, -", "`dp tp` .*; `dp / tp` shards the parts again"),
+        ("-, dp:(1)2", "`dp:\\(1\\)2` .*: it takes whole mesh axes"),
+        ("dp@balanced, -", "`dp@balanced` .*: its placements shard by ceil"),
+        ("dp@stride2[4,4], -", "`dp@stride2\\[4,4\\]`"),
+        ("-, dp@blocks[4,2]", "`dp@blocks\\[4,2\\]`"),
+        ("dp ?, -", "`dp \\?` .*: it has no open dimensions"),
+        ("-, - !1", "`!1` .*: it has no priorities"),
+        ("-, - | sum(dp:(1)2)", "`dp:\\(1\\)2` .*: it takes whole mesh axes"),
+        ("-, - | sum(tp dp)", "`sum\\(tp dp\\)` .*: contributions are numbered"),
+        ("tp, - | only(dp=1)", "`only\\(dp=1\\)`"),
     ],
 )
-def test_what_dtensor_cannot_say_is_named(text: str, message: str) -> None:
+def test_errors_name_the_part_that_dtensor_cannot_express(text: str, message: str) -> None:
     mesh = DeviceMesh.of(dp=4, tp=2)
     with pytest.raises(NotationError, match=f"DTensor cannot express {message}"):
         dtensor_text(native(mesh, text))
@@ -386,7 +386,7 @@ def test_an_order_must_fit_the_placements() -> None:
             sharding_of_placements(SQUARE, shards, 2, order)
 
 
-def test_placements_of_torch_that_have_no_word_are_refused() -> None:
+def test_unknown_placements_of_torch_are_refused() -> None:
     mask = torch_placements._MaskPartial(offset_shape=torch.Size([4]), offset_dim=0)
     with pytest.raises(NotationError, match="of type _MaskPartial is not known"):
         sharding_of_placements(DeviceMesh.of(tp=2), [mask], 1)
@@ -504,13 +504,13 @@ def test_ragged_shards_may_have_one_too() -> None:
     [
         ("DeviceMesh((2, 2)", "cannot read the mesh"),
         ("mesh: DeviceMesh((2, 2), 'cpu'), R", "cannot read the mesh"),
-        ("DeviceMesh('cpu'), R", "has neither sizes nor ranks"),
+        ("DeviceMesh('cpu'), R", "a mesh without sizes and ranks"),
         ("DeviceMesh((x, 2), 'cpu'), R", r"cannot read the sizes of a mesh \(x, 2\)"),
         ("DeviceMesh('cpu', [[0, 1], [2]]), R", r"cannot read the ranks \[\[0, 1\], \[2\]\]"),
         (f"DeviceMesh('cpu', {'[' * 9000}{']' * 9000}), R", "cannot read the ranks"),
         (f"DeviceMesh('cpu', [{'9' * 30}]), R", "cannot read the ranks"),
-        ("DeviceMesh((dp=2), 'cpu', stride=(4,)), R", "is a part of another one"),
-        ("DeviceMesh((x=4), 'cpu', stride=((4, 1),)), R", "is a part of another one"),
+        ("DeviceMesh((dp=2), 'cpu', stride=(4,)), R", "is a part of another, whose ranks"),
+        ("DeviceMesh((x=4), 'cpu', stride=((4, 1),)), R", "is a part of another, whose ranks"),
     ],
 )
 def test_a_mesh_that_cannot_be_read(text: str, message: str) -> None:

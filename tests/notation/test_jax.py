@@ -130,7 +130,7 @@ def test_any_sharding_is_written_or_refused(pair: tuple[ShardingSpec, Shape]) ->
         ("x | only(y=0)", "only(y=0)"),
     ],
 )
-def test_what_it_cannot_say_is_named(native: str, part: str) -> None:
+def test_errors_name_the_part_that_cannot_be_expressed(native: str, part: str) -> None:
     spec = reshard.spec(MESH, native)
     with pytest.raises(NotationError) as caught:
         jax_text(spec)

@@ -124,7 +124,7 @@ def test_what_is_written_is_read_back(spec: ShardingSpec) -> None:
         assert not any(word in level.rule.text for level in levels for word in foreign)
     else:
         (level,) = levels
-        assert f"the rule `{level.rule.text}`" in said
+        assert f"Megatron cannot express `{level}`" in said
 
 
 def native(mesh: str, text: str) -> ShardingSpec:
@@ -139,29 +139,32 @@ EXPERTS = "pp=1,edp=2,ep=2,etp=2"
     ("spec", "message"),
     [
         (native("x=2", "x"), "its axes are named tp, cp, dp, pp, or etp, ep, edp, pp"),
-        (native("dp=2,tp=2", "tp"), "the mesh dp=2,tp=2 in Megatron's words"),
+        (native("dp=2,tp=2", "tp"), "Megatron cannot express the mesh dp=2,tp=2"),
         (
             reshard.spec(reshard.DeviceMesh.of(pp=1, dp=1, cp=1, tp=2, devices=[1, 0]), "tp"),
             r"the devices \[1, 0\]",
         ),
-        (native(GRID, "dp"), "one dimension is cut, and over the axis tp"),
-        (native(GRID, "tp dp"), "one dimension is cut"),
-        (native(GRID, "tp, dp"), "one dimension is cut"),
-        (native(GRID, "dp / tp"), "one dimension is cut"),
-        (native(GRID, "- | sum(dp)"), "partial axes of"),
-        (native(GRID, "- | replicated(dp)"), "replicated axes of"),
-        (native(GRID, "tp ?"), "an open dimension or a priority"),
-        (native(GRID, "tp !1"), "an open dimension or a priority"),
-        (native(GRID, "tp | only(dp=1)"), r"`only\(dp=...\)`"),
-        (native(EXPERTS, "etp | only(edp=1)"), r"`only\(edp=...\)`"),
-        (native(GRID, "tp@balanced"), "the rule `balanced`"),
-        (native(GRID, "tp@unit4"), "the rule `unit4`"),
-        (native(GRID, "tp@blocks[3,1]"), r"the rule `blocks\[3,1\]`"),
-        (native(GRID, "tp@balanced@blocks[4,2]"), "the rule `balanced@blocks"),
-        (native(GRID, "tp@stride1"), "the rule `stride1`"),
+        (native(GRID, "dp"), "a single dimension is sharded, over the axis tp"),
+        (native(GRID, "tp dp"), "a single dimension is sharded"),
+        (native(GRID, "tp, dp"), "a single dimension is sharded"),
+        (native(GRID, "dp / tp"), "it shards a dimension once"),
+        (native(GRID, "- | sum(dp)"), "it has no partial axes"),
+        (native(GRID, "- | replicated(dp)"), "it keeps copies along every axis"),
+        (native(GRID, "tp ?"), "it has no open dimensions"),
+        (native(GRID, "tp !1"), "it has no priorities"),
+        (
+            native(GRID, "tp | only(dp=1)"),
+            r"`only\(dp=1\)` .*: tensors are restricted along pp",
+        ),
+        (native(EXPERTS, "etp | only(edp=1)"), r"`only\(edp=1\)`"),
+        (native(GRID, "tp@balanced"), "`tp@balanced`"),
+        (native(GRID, "tp@unit4"), "`tp@unit4`"),
+        (native(GRID, "tp@blocks[3,1]"), r"`tp@blocks\[3,1\]`"),
+        (native(GRID, "tp@balanced@blocks[4,2]"), "`tp@balanced@blocks"),
+        (native(GRID, "tp@stride1"), "`tp@stride1`"),
     ],
 )
-def test_what_megatron_cannot_say(spec: ShardingSpec, message: str) -> None:
+def test_errors_name_what_megatron_cannot_express(spec: ShardingSpec, message: str) -> None:
     with pytest.raises(NotationError, match=message):
         megatron_text(spec)
 
@@ -175,7 +178,7 @@ def test_what_megatron_cannot_say(spec: ShardingSpec, message: str) -> None:
         ("tp= | ndim=1", {}, NotationError, "cannot read 'tp='"),
         ("tp=two | ndim=1", {}, NotationError, "cannot read tp=two.*whole numbers"),
         ("tp=-2 | ndim=1", {}, NotationError, "cannot read tp=-2"),
-        ("tp=1,2 | ndim=1", {}, NotationError, "write one number"),
+        ("tp=1,2 | ndim=1", {}, NotationError, "write a single number"),
         ("tp=2 | expert=1 ndim=1", {}, NotationError, "cannot read 'expert=1'"),
         ("tp=2 | partition_dim=0 stages=a ndim=1", {}, NotationError, "cannot read stages=a"),
         ("partition_dim=0", {}, NotationError, "no ranks in 'partition_dim=0'"),
@@ -193,7 +196,7 @@ def test_what_megatron_cannot_say(spec: ShardingSpec, message: str) -> None:
         ),
         ("tp=2 | partition_dim=0 partition_sizes=1;2;3 ndim=1", {}, NotationError, "of 3 ranks"),
         ("tp=2 | partition_dim=0 partition_sizes=1,1;2 ndim=1", {}, NotationError, "of 2 ranks"),
-        ("tp=2 | partition_dim=0 expert_ranks=0 ndim=1", {}, NotationError, "belongs to no expert"),
+        ("tp=2 | partition_dim=0 expert_ranks=0 ndim=1", {}, NotationError, "without `expert`"),
         ("etp=2 edp=2 | partition_dim=0 ndim=1", {}, NotationError, "edp=2 .* `expert` after"),
         ("tp=2 edp=2 | expert ndim=1", {}, NotationError, "belongs to an expert's grid"),
         ("tp=0 | ndim=1", {}, MeshError, "parallel size tp 0 must be at least 1"),
@@ -202,7 +205,7 @@ def test_what_megatron_cannot_say(spec: ShardingSpec, message: str) -> None:
             "partition_dim=0",
             {"mesh": reshard.DeviceMesh.of(x=2), "shape": (2,)},
             NotationError,
-            "is cut over tp, but the mesh has x",
+            "is sharded over tp, but the mesh has x",
         ),
     ],
 )

@@ -228,7 +228,7 @@ def test_any_sharding_is_written_or_refused(pair: tuple[ShardingSpec, Shape]) ->
         ("a@sizes[3,1], b", "b"),
     ],
 )
-def test_what_it_cannot_say_is_named(native: str, part: str) -> None:
+def test_errors_name_the_part_that_cannot_be_expressed(native: str, part: str) -> None:
     spec = reshard.spec(MESH, native)
     with pytest.raises(NotationError) as caught:
         mlir_text(spec)
@@ -249,7 +249,7 @@ def test_what_it_cannot_say_is_named(native: str, part: str) -> None:
         ("[[0], [0]]", SpecError, "axis a is used in dimension 0 and dimension 1"),
         ("[[0]] partial = sum[0]", SpecError, "dimension 0 and the partial axes"),
         ("[[0]] partial = generic[1]", NotationError, "the reduction 'generic' of partial axes"),
-        ("[[0]] partial = [1]", NotationError, "no reduction of partial axes; it is one of sum"),
+        ("[[0]] partial = [1]", NotationError, "no reduction of partial axes; expected sum"),
         ("[[0]] halo_sizes = [1]", NotationError, r"halo_sizes \[1\] for 1 sharded dimensions"),
         ("[[0], [1]] halo_sizes = [1, 1]", NotationError, "for 2 sharded dimensions"),
         ("[[0]] halo_sizes = [?, 1]", NotationError, "expected a number"),
@@ -317,7 +317,7 @@ def test_operations_are_written_in_both_dialects() -> None:
             write()
 
 
-def test_a_mesh_that_mlir_cannot_say_is_refused() -> None:
+def test_meshes_that_mlir_cannot_express_are_refused() -> None:
     with pytest.raises(NotationError, match=r"cannot express the device order \[1, 0\]"):
         mlir_mesh_text(DeviceMesh.of(a=2, devices=[1, 0]))
     with pytest.raises(NotationError, match="without axes"):

@@ -57,7 +57,7 @@ def test_a_parameter_over_a_mesh_of_any_axes() -> None:
     expert = attributes((8, 4), tensor_model_parallel=True, allreduce=False)
     assert str(sharding_of(expert, reshard.DeviceMesh.of(ep=2, etp=2))) == "etp, -"
     assert sharding_of(expert, MegatronRanks(tp=2, ep=2, dp=2)).mesh.axis_names[-1] == "etp"
-    with pytest.raises(NotationError, match=r"cut over etp, but the mesh .* has no such axis"):
+    with pytest.raises(NotationError, match=r"sharded over etp, but the mesh .* has no such axis"):
         sharding_of(expert, MESH)
 
 

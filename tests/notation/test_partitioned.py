@@ -175,16 +175,16 @@ def test_a_flat_list_that_fits_as_sizes_on_each_rank_says_both() -> None:
         (lambda: PartitionedShard(0, 3, (4, 6)), "give 2 sizes for 3 partitions"),
         (
             lambda: PartitionedShard(0, 4, (4, 6, 4, 2, 2, 4)),
-            "one for each, 4 in all, or one for each on every rank, 8 in all for 2 ranks",
+            "give 4, or as many for every rank, such as 8 for 2 ranks",
         ),
         (lambda: PartitionedShard(0, 2, ()), "give 0 sizes for 2 partitions"),
-        (lambda: PartitionedShard(0, 2, (4, 6.0)), "splits of .*: 6.0 is no whole number"),  # type: ignore
-        (lambda: PartitionedShard(0, 2, np.ones((2, 2))), "1.0 is no whole number"),  # type: ignore
-        (lambda: PartitionedShard(0, 2, ("4", "6")), "'4' is no whole number"),  # type: ignore
+        (lambda: PartitionedShard(0, 2, (4, 6.0)), "splits of .*: 6.0 is not a whole number"),  # type: ignore
+        (lambda: PartitionedShard(0, 2, np.ones((2, 2))), "1.0 is not a whole number"),  # type: ignore
+        (lambda: PartitionedShard(0, 2, ("4", "6")), "'4' is not a whole number"),  # type: ignore
         (lambda: PartitionedShard(0, 1, (((4,),),)), "are nested deeper"),  # type: ignore
-        (lambda: PartitionedShard(0, 1, 4), r"splits 4 .* give one number a partition"),  # type: ignore
-        (lambda: PartitionedShard(0.5, 1, (4,)), "dim of .*: 0.5 is no whole number"),  # type: ignore
-        (lambda: PartitionedShard(0, 2.0, (4, 6)), "num_partitions of .*: 2.0 is no"),  # type: ignore
+        (lambda: PartitionedShard(0, 1, 4), r"splits 4 .* give a number per partition"),  # type: ignore
+        (lambda: PartitionedShard(0.5, 1, (4,)), "dim of .*: 0.5 is not a whole number"),  # type: ignore
+        (lambda: PartitionedShard(0, 2.0, (4, 6)), "num_partitions of .*: 2.0 is not"),  # type: ignore
         (lambda: PartitionedShard(0, 2, ((4, 6), (1,))), "give 1 sizes for 2 partitions"),
         (lambda: PartitionedShard(0, 2, (4, -6)), r"splits \(4, -6\) .* must not be negative"),
         (lambda: PartitionedShard(0, 1, ((4,), (-6,))), "must not be negative"),
@@ -234,7 +234,7 @@ def test_a_shard_keeps_its_partitions_when_its_alignment_changes() -> None:
 def test_what_does_not_fit_the_mesh_or_the_tensor() -> None:
     with pytest.raises(NotationError, match="sizes for 2 ranks, but axis ep has 3"):
         parse_partitioned(f"PartitionedShard(0, 4, {BY_RANK})", DeviceMesh.of(ep=3), (32,))
-    with pytest.raises(NotationError, match="cuts dimension 1 of a tensor that has 1"):
+    with pytest.raises(NotationError, match="shards dimension 1 of a tensor of 1 dimensions"):
         parse_partitioned("PartitionedShard(1, 1, (4,))", TWO, (4,))
     for text in ("(4, 6)", "((4, 1), (0, 5))", "(4, 6), aligned=True"):
         spec = parse_partitioned(f"PartitionedShard(0, 2, {text})", TWO, (11,))
@@ -251,7 +251,7 @@ def test_among_the_placements_of_dtensor() -> None:
     assert parse_partitioned(text, mesh, (8, 2)) is spec
     # dp has 0:4 and 4:8, and ep 2 and 1 of three, then 1 and 0 of one.
     assert held_by(ShardingSpec(mesh, spec.dim_specs[:1]), 8) == [[0, 1, 3], [2], [4, 5, 7], [6]]
-    with pytest.raises(NotationError, match=r"DTensor cannot express the rule `blocks\[3,1\]`"):
+    with pytest.raises(NotationError, match=r"DTensor cannot express `ep@blocks\[3,1\]`"):
         dtensor_text(spec)
     mixed = "[Partial(sum), PartitionedShard(1, 2, ((1, 0), (0, 3)))]"
     assert partitioned_text(parse_dtensor(mixed, mesh, (8, 4))) == mixed
@@ -263,13 +263,13 @@ def test_among_the_placements_of_dtensor() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ep@balanced", "the rule `balanced` of dimension 0"),
-        ("ep@balanced@blocks[4,2]", r"the rule `balanced@blocks\[4,2\]`"),
-        ("ep@whole[4,2,1;1,2]", r"the rule `whole\[4,2,1;1,2\]`"),
-        ("ep@pieces[4:2:1]", r"the rule `pieces\[4:2:1\]`"),
+        ("ep@balanced", "`ep@balanced`"),
+        ("ep@balanced@blocks[4,2]", r"`ep@balanced@blocks\[4,2\]`"),
+        ("ep@whole[4,2,1;1,2]", r"`ep@whole\[4,2,1;1,2\]`"),
+        ("ep@pieces[4:2:1]", r"`ep@pieces\[4:2:1\]`"),
     ],
 )
-def test_what_it_cannot_say_is_named(text: str, message: str) -> None:
+def test_errors_name_the_rule_that_it_cannot_express(text: str, message: str) -> None:
     with pytest.raises(NotationError, match=f"DTensor cannot express {message}"):
         partitioned_text(native(TWO, text))
 

@@ -134,7 +134,7 @@ def test_others_cut_first_and_the_rest_is_flattened(
             expected[rank] = [] if rows is None else rows[window].ravel().tolist()
     event("whole" if whole else "inside an index")
     if not whole:
-        with pytest.raises(NotationError, match="would end inside one"):
+        with pytest.raises(NotationError, match="would end inside an index"):
             ragged_layout(mesh, values, shape)
         return
     layout = ragged_layout(mesh, values, shape)
@@ -197,22 +197,25 @@ def test_a_ragged_shard_of_vescale_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("RaggedShard((1,), (1, 1))", r"takes dimensions \(1,\); it takes the leading ones"),
-        ("RaggedShard((0, 2), (1, 1))", "it takes the leading ones"),
-        ("RaggedShard((), (1, 1))", "it takes the leading ones"),
-        ("RaggedShard((0,), (0, 0))", "must not be negative, nor all 0"),
-        ("RaggedShard((0,), (2, -1))", "must not be negative, nor all 0"),
-        ("RaggedShard((0,), ())", "must not be negative, nor all 0"),
+        ("RaggedShard((1,), (1, 1))", r"flattens dimensions \(1,\); give leading dimensions"),
+        ("RaggedShard((0, 2), (1, 1))", "give leading dimensions"),
+        ("RaggedShard((), (1, 1))", "give leading dimensions"),
+        ("RaggedShard((0,), (0, 0))", "must not be negative or all 0"),
+        ("RaggedShard((0,), (2, -1))", "must not be negative or all 0"),
+        ("RaggedShard((0,), ())", "must not be negative or all 0"),
         ("RaggedShard(0, (1, 1))", "needs dims and local_units"),
         ("RaggedShard((0,))", "needs dims and local_units.*got .* and None"),
-        ("RaggedShard((0, 1, 2), (1, 1))", "takes 3 dimensions of a tensor that has 2"),
-        ("RaggedShard((0,), (1, 1, 1))", "cuts 4 indices in 3 units, and rank 0 would end inside"),
+        ("RaggedShard((0, 1, 2), (1, 1))", "flattens 3 dimensions of a tensor of 2"),
+        (
+            "RaggedShard((0,), (1, 1, 1))",
+            "divides 4 indices into 3 units, and rank 0 would end",
+        ),
         ("[RaggedShard((0,), (1, 1)), Shard(0)]", "tensor's mesh; give a mesh"),
         ("Shard(0)", "tensor's mesh; give a mesh"),
         ("Bogus(0)", r"cannot read 'Bogus\(0\)'"),
     ],
 )
-def test_a_text_that_is_wrong_is_a_notation_error(text: str, message: str) -> None:
+def test_invalid_texts_are_refused_with_the_text(text: str, message: str) -> None:
     with pytest.raises(NotationError, match=message) as caught:
         parse_ragged(text, shape=(4, 6))
     assert f"`{text}`" in str(caught.value)
@@ -221,7 +224,7 @@ def test_a_text_that_is_wrong_is_a_notation_error(text: str, message: str) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[Shard(0), RaggedShard((0,), (1, 1))]", r"Shard\(0\) stands before RaggedShard"),
+        ("[Shard(0), RaggedShard((0,), (1, 1))]", r"Shard\(0\) precedes RaggedShard"),
         ("[RaggedShard((0,), (1, 1))]", "1 placements for a mesh of 2 axes"),
         ("[Shard(0), Shard(0)]", "0 ragged shards"),
         ("[RaggedShard((0,), (1, 1)), RaggedShard((0,), (1, 1))]", "2 ragged shards"),
@@ -233,7 +236,7 @@ def test_what_does_not_fit_the_mesh(text: str, message: str) -> None:
         parse_ragged(text, DeviceMesh.of(a=2, b=2), (4, 6))
 
 
-def test_what_a_ragged_shard_cannot_say() -> None:
+def test_layouts_that_a_ragged_shard_cannot_express() -> None:
     mesh = DeviceMesh.of(x=2)
     for layout in (
         native(mesh, "-, x").layout((4, 4)),

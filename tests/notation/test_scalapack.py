@@ -132,15 +132,15 @@ def test_other_cuts_are_written_where_they_deal_the_same(m: int, n: int, text: s
     assert parse_scalapack(found, mesh, (m, n)).layout((m, n)) is layout
 
 
-def test_what_is_written_for_a_plain_cut() -> None:
+def test_rules_equal_to_block_cyclic_are_written_for_a_shape() -> None:
     spec = native(DeviceMesh.of(x=2, y=3), "x@balanced, y")
     assert scalapack_text(spec, (8, 7)) == "m=8 n=7 mb=4 nb=3 rsrc=0 csrc=0 grid=2x3 order=row"
-    with pytest.raises(NotationError, match="blocks are dealt in turn; give a shape"):
+    with pytest.raises(NotationError, match="blocks are assigned in turn; give a shape"):
         scalapack_text(spec)
     # 5 and 4 of 9: a block of 5, and one of 4 that is short. 3, 3 and 2 are not 3, 3 and 1.
     assert scalapack_text(spec, (9, 9)).startswith("m=9 n=9 mb=5 nb=3 ")
     uneven = native(DeviceMesh.of(x=2, y=3), "x, y@sizes[2,3,3]")
-    with pytest.raises(NotationError, match=r"`sizes\[2,3,3\]` of dimension 1: for length 8"):
+    with pytest.raises(NotationError, match=r"`y@sizes\[2,3,3\]` .*: for length 8"):
         scalapack_text(uneven, (9, 8))
 
 
@@ -151,12 +151,15 @@ def test_what_is_written_for_a_plain_cut() -> None:
         ("9 9 2 2 0 0", "the grid of processes is missing; give a mesh, or grid=2x3"),
         ("grid=2x3", "mb and nb missing; give at least the sizes of a block"),
         ("mb=2 grid=2x3", "nb missing"),
-        ("mb=a nb=2 grid=2x3", "mb=a is no number"),
-        ("mb=2 nb=2x2 grid=2x3", "nb=2x2 is no number"),
+        ("mb=a nb=2 grid=2x3", "mb=a is not a number"),
+        ("mb=2 nb=2x2 grid=2x3", "nb=2x2 is not a number"),
         ("mb=2 nb=2 grid=2x3 grid=2x3", "grid is given twice"),
         ("mb=2 nb=2 bs=4 grid=2x3", "bs is not known; a descriptor has dtype, ctxt, m, n"),
         ("9 9 2 2 grid=2x3", "a descriptor of 4 numbers; a dense one has 9"),
-        ("9 9 2 2 0 0 lld=3 grid=2x3", "numbers .* and names lld; give one or the other"),
+        (
+            "9 9 2 2 0 0 lld=3 grid=2x3",
+            "numbers .* and names lld; give only numbers",
+        ),
         ("DESC_ = (501, 0, 9, 9, 2, 2, 0, 0, 5) grid=2x3", "a descriptor of type 501"),
         ("dtype=601 mb=2 nb=2 grid=2x3", "dtype=601; only dense matrices"),
         ("9 9 0 2 0 0 grid=2x3", "a descriptor's mb 0 must be at least 1"),
@@ -178,7 +181,7 @@ def test_what_is_written_for_a_plain_cut() -> None:
         (f"mb=2 nb=2 grid=[[{'9' * 5000}]]", "cannot read"),
     ],
 )
-def test_a_text_that_is_wrong_is_a_notation_error(text: str, message: str) -> None:
+def test_invalid_texts_are_refused_with_the_text(text: str, message: str) -> None:
     with pytest.raises(NotationError, match=message) as caught:
         parse_scalapack(text, shape=(9, 9))
     assert f"`{text}`" in str(caught.value)
@@ -216,21 +219,24 @@ def test_what_does_not_fit_the_mesh_or_the_shape() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x@cyclic2", "a tensor of 1 dimensions"),
-        ("x@cyclic2, -", "`-` of dimension 1: each dimension is cut over one whole axis"),
-        ("x y@cyclic2, z@cyclic2", "`x y@cyclic2` of dimension 0"),
-        ("x@cyclic2 / y@cyclic2, z", "`x@cyclic2 / y@cyclic2` of dimension 0"),
-        ("x:(1)2@cyclic2, y@cyclic2", "of dimension 0: each dimension is cut over one whole"),
+        ("x@cyclic2", "not for tensors of 1 dimensions"),
+        ("x@cyclic2, -", "`-` .*: every dimension is sharded over a single axis"),
+        (
+            "x y@cyclic2, z@cyclic2",
+            "`x y@cyclic2` .*: every dimension is sharded over",
+        ),
+        ("x@cyclic2 / y@cyclic2, z", "`x@cyclic2 / y@cyclic2` .*: it shards a dimension once"),
+        ("x:(1)2@cyclic2, y@cyclic2", "it takes whole mesh axes"),
         ("x@cyclic2, y@cyclic2", "it has no copies; use every axis of the mesh"),
-        ("x@cyclic2, y@cyclic2 | sum(z)", "every element is on one process"),
-        ("x@cyclic2, y@cyclic2 | only(z=0)", "every element is on one process"),
-        ("x@cyclic2 ?, y@cyclic2", "there are no marks"),
-        ("x@cyclic2, y@stride2", "the rule `stride2` of dimension 1"),
-        ("x, y@cyclic2", "the rule `ceil` of dimension 0"),
+        ("x@cyclic2, y@cyclic2 | sum(z)", "it has no partial axes"),
+        ("x@cyclic2, y@cyclic2 | only(z=0)", "every device of its mesh holds a part"),
+        ("x@cyclic2 ?, y@cyclic2", "it has no open dimensions"),
+        ("x@cyclic2, y@stride2", "`y@stride2`"),
+        ("x, y@cyclic2", "`x` of the sharding"),
     ],
 )
-def test_what_a_descriptor_cannot_say_is_named(text: str, message: str) -> None:
-    with pytest.raises(NotationError, match=f"a ScaLAPACK descriptor cannot express .*{message}"):
+def test_errors_name_the_part_that_a_descriptor_cannot_express(text: str, message: str) -> None:
+    with pytest.raises(NotationError, match=f"ScaLAPACK cannot express .*{message}"):
         scalapack_text(native(DeviceMesh.of(x=4, y=3, z=2), text))
 
 

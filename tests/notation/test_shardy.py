@@ -80,7 +80,7 @@ def test_a_mesh_that_cannot_be_is_refused(text: str, error: type[Exception], mes
     assert str(caught.value).endswith(f"(in the Shardy text `{text}`)")
 
 
-def test_meshes_that_shardy_cannot_say_are_refused() -> None:
+def test_meshes_that_shardy_cannot_express_are_refused() -> None:
     with pytest.raises(NotationError, match="'a\"b' cannot be written as a name of MLIR"):
         shardy_mesh_text(DeviceMesh.of(name='a"b', x=2))
     with pytest.raises(
@@ -167,7 +167,7 @@ def test_the_text_may_bring_its_meshes() -> None:
         (text + '<@c, [{"x"}]>', "unknown mesh @c; the text has @a, @b"),
         (text + '[{"x"}]', "the axes are of no mesh"),
         ('<@c, [{"x"}]>', "the axes are of no mesh"),
-        ('@a = <["x"=2]> @a = <["x"=2]> [{"x"}]', "mesh @a is written twice"),
+        ('@a = <["x"=2]> @a = <["x"=2]> [{"x"}]', "mesh @a occurs twice"),
         ('<"a", [{"x"}]>', "expected a mesh: its name"),
     ]:
         with pytest.raises(NotationError, match=message):
@@ -265,7 +265,7 @@ def test_the_dimensions_must_be_those_of_the_tensor() -> None:
         ("x:(2)1", "x:(2)1"),
     ],
 )
-def test_what_it_cannot_say_is_named(native: str, part: str) -> None:
+def test_errors_name_the_part_that_cannot_be_expressed(native: str, part: str) -> None:
     spec = reshard.spec(MESH, native)
     with pytest.raises(NotationError) as caught:
         shardy_text(spec)

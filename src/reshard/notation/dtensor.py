@@ -47,11 +47,11 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 
 from reshard._records import Record
-from reshard.cut_rules import Strided
-from reshard.errors import LayoutError, MissingExtraError, NotationError
+from reshard.cut_rules import CutRule, Strided
+from reshard.errors import MissingExtraError, NotationError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.notation.parsing import Scanner
+from reshard.notation.parsing import Scanner, Vocabulary, find_closing, reading
 from reshard.notation.partitioned import PartitionedShard, Splits
 from reshard.runs import IntArray, find_distinct
 from reshard.sharding import DimSpec, Level, ShardingSpec
@@ -131,16 +131,15 @@ def read_calls(text: str) -> list[PlacementCall]:
     calls: list[PlacementCall] = []
     while scanner.take(r"[\s,]+") or not scanner.is_at_end():
         if not scanner.is_at_end():
-            calls.append(_read_call(scanner, text))
+            calls.append(_read_call(scanner))
     return calls
 
 
-def _read_call(scanner: Scanner, text: str) -> PlacementCall:
+def _read_call(scanner: Scanner) -> PlacementCall:
     name = scanner.take(_NAME)
     if not name:
-        raise NotationError(
-            f"cannot read {scanner.rest[:40]!r} in the placements `{text}`; a placement is "
-            "Shard(0), _StridedShard(0, split_factor=2), Replicate(), Partial(sum), "
+        raise scanner.failure(
+            "a placement: Shard(0), _StridedShard(0, split_factor=2), Replicate(), Partial(sum), "
             "PartitionedShard(0, 2, (4, 6)) or RaggedShard((0,), (1, 2))"
         )
     arguments: list[Argument] = []
@@ -148,46 +147,38 @@ def _read_call(scanner: Scanner, text: str) -> PlacementCall:
     if scanner.accept("("):
         while not scanner.accept(")"):
             keyword = scanner.take(r"([A-Za-z_]\w*)\s*=")
-            value = _read_value(scanner, text)
+            value = _read_value(scanner)
             if keyword:
                 named.append((keyword[1], value))
             else:
                 arguments.append(value)
-            _expect_separator(scanner, ")", text)
+            _expect_separator(scanner, ")")
     # The step follows the call: `S(0)[1]`.
     order = scanner.take(r"\[(\d{1,18})\]")
     number = int(order[1]) if order else None
     return PlacementCall(_NAMES[name[1]], tuple(arguments), tuple(named), number)
 
 
-def _read_value(scanner: Scanner, text: str, depth: int = 0) -> Argument:
+def _read_value(scanner: Scanner, depth: int = 0) -> Argument:
     for opening, closing in ("()", "[]"):
         if scanner.accept(opening):
             items: list[Argument] = []
             while not scanner.accept(closing):
                 if depth == _MAX_DEPTH:
-                    raise _describe_unreadable(scanner, text)
-                items.append(_read_value(scanner, text, depth + 1))
-                _expect_separator(scanner, closing, text)
+                    raise scanner.failure(f"lists of at most {_MAX_DEPTH} levels")
+                items.append(_read_value(scanner, depth + 1))
+                _expect_separator(scanner, closing)
             return tuple(items)
     match = scanner.take(r"(-?\d{1,18})(?!\d)|([A-Za-z_]\w*)|'([^']*)'|\"([^\"]*)\"")
     if not match:
-        raise _describe_unreadable(scanner, text)
+        raise scanner.failure("a number, a word, or a list of them in brackets")
     return int(match[1]) if match[1] else match[2] or match[3] or match[4] or ""
 
 
-def _expect_separator(scanner: Scanner, closing: str, text: str) -> None:
+def _expect_separator(scanner: Scanner, closing: str) -> None:
     """Move past a comma; the closing bracket may follow instead."""
     if not scanner.accept(",") and not scanner.looks_at(re.escape(closing)):
-        raise _describe_unreadable(scanner, text)
-
-
-def _describe_unreadable(scanner: Scanner, text: str) -> NotationError:
-    where = f"at {scanner.rest[:40]!r}" if scanner.rest else "at its end"
-    return NotationError(
-        f"cannot read the placements `{text}` {where}; arguments are numbers, words and lists of "
-        "numbers, in brackets that close"
-    )
+        raise scanner.failure(f"`,` or `{closing}`")
 
 
 def is_numbers(value: object) -> TypeGuard[tuple[int, ...]]:
@@ -223,30 +214,20 @@ def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | 
     if begin < 0:
         return mesh, text
     before = text[:begin]
-    end = _find_closing(text, begin + len("DeviceMesh"))
+    end = find_closing(text, begin + len("DeviceMesh"))
     if end is None or not _BEFORE.fullmatch(before):
         raise NotationError(
-            f"cannot read the mesh in `{text}`; write DeviceMesh('cpu', [[0, 1], [2, 3]]) in front "
-            "of the placements, or give a mesh"
+            "cannot read the mesh; write DeviceMesh('cpu', [[0, 1], [2, 3]]) in front of the "
+            "placements, or give a mesh"
         )
     rest = text[end + 1 :].strip().removeprefix(",").strip()
     # In a printed DTensor the placements are an argument, whose bracket closes after them.
     if "(" in before:
         rest = re.sub(r"^placements\s*=\s*", "", rest).removesuffix(")").strip()
-    return _read_mesh(text[begin + len("DeviceMesh(") : end], text, mesh), rest
+    return _read_mesh(text[begin + len("DeviceMesh(") : end], mesh), rest
 
 
-def _find_closing(text: str, at: int) -> int | None:
-    """Return the position at which the bracket opened at `at` closes."""
-    depth = 0
-    for place in range(at, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
-        if not depth:
-            return place
-    return None
-
-
-def _read_mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
+def _read_mesh(body: str, given: DeviceMesh | None) -> DeviceMesh:
     named = _AXIS_NAMES.search(body)
     names = [name.strip(" '\"") for name in named[1].split(",") if name.strip()] if named else []
     stride = _STRIDE.search(body)
@@ -256,18 +237,18 @@ def _read_mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
     shape: tuple[int, ...] = ()
     devices: list[int] | None = None
     if listed:
-        ranks = _read_ranks(listed[0], text)
+        ranks = _read_ranks(listed[0])
         shape, devices = ranks.shape, ranks.reshape(-1).tolist()
     sizes = _SIZES.search(body)
     if sizes:
         words = [word.strip() for word in sizes[1].split(",") if word.strip()]
         matches = [match for word in words if (match := _SIZE.fullmatch(word))]
         if len(matches) != len(words):
-            raise NotationError(f"cannot read the sizes of a mesh ({sizes[1]}) in `{text}`")
+            raise NotationError(f"cannot read the sizes of a mesh ({sizes[1]})")
         names = names or [match[1] for match in matches if match[1]]
         shape = tuple(int(match[2]) for match in matches)
     elif not listed:
-        raise NotationError(f"the mesh in `{text}` has neither sizes nor ranks")
+        raise NotationError("a mesh without sizes and ranks; give either")
     if (
         given is not None
         and given.shape == tuple(shape)
@@ -278,20 +259,20 @@ def _read_mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
     # A slice of a larger mesh has the strides of that mesh, and ranks that the text omits.
     if devices is None and stride and not _is_row_major(stride[1], shape):
         raise NotationError(
-            f"the mesh in `{text}` is a part of another one, whose ranks are not in the text; give "
-            "a mesh, or print it with TORCH_DISTRIBUTED_DEBUG=DETAIL"
+            "the mesh is a part of another, whose ranks are not in the text; give a mesh, or print "
+            "it with TORCH_DISTRIBUTED_DEBUG=DETAIL"
         )
     return DeviceMesh("torch", shape, names or [f"dim{d}" for d in range(len(shape))], devices)
 
 
-def _read_ranks(listed: str, text: str) -> IntArray:
+def _read_ranks(listed: str) -> IntArray:
     """Return the ranks in nested brackets: each depth is an axis."""
     try:
         return np.array(json.loads(listed), dtype=np.int64)
     except (ValueError, OverflowError, RecursionError):
         raise NotationError(
-            f"cannot read the ranks {listed[:80]} of the mesh in `{text}`; write equal rows, such "
-            "as [[0, 1], [2, 3]]"
+            f"cannot read the ranks {listed[:80]} of the mesh; write equal rows, such as "
+            "[[0, 1], [2, 3]]"
         ) from None
 
 
@@ -308,6 +289,15 @@ REDUCTION_OF_OPERATION = {
     "product": "product",
 }
 OPERATION_OF_REDUCTION = {name: operation for operation, name in REDUCTION_OF_OPERATION.items()}
+_VOCABULARY = Vocabulary(
+    "DTensor",
+    # Rules that no placement has are refused one by one, by `_find_placement`.
+    rules=(CutRule,),
+    reductions=tuple(OPERATION_OF_REDUCTION),
+    has_levels=True,
+    # Axes without another placement are Replicate().
+    has_replicated_axes=True,
+)
 
 
 class Shard(Record):
@@ -414,8 +404,8 @@ def placement_of_call(call: PlacementCall) -> Placement:
                 _expect_truth(call, bound.get("aligned", "False")),
             )
     raise NotationError(
-        f"{call.name} cuts several dimensions as one, which a sharding cannot say; read it with "
-        "`reshard.notation.ragged`, which answers with a layout"
+        f"{call.name} shards several dimensions together, which a sharding cannot express; read it "
+        "with `reshard.notation.parse_ragged`, which returns a layout"
     )
 
 
@@ -530,7 +520,7 @@ def parse_dtensor(
     >>> print(parse_dtensor("P(avg) S(-1)", mesh, (6, 4)))
     -, tp | mean(dp)
     """
-    try:
+    with reading("placements", text):
         mesh, placed = split_mesh(text, mesh)
         calls = read_calls(placed)
         if mesh is None or shape is None:
@@ -541,10 +531,6 @@ def parse_dtensor(
         placements = [placement_of_call(call) for call in calls]
         order = _order_steps(placements, [call.order for call in calls], len(shape))
         return sharding_of_placements(mesh, placements, len(shape), order)
-    except LayoutError as error:
-        if f"`{text}`" in str(error):
-            raise
-        raise type(error)(f"{error} (in the placements `{text}`)") from None
 
 
 def dtensor_text(spec: ShardingSpec) -> str:
@@ -564,8 +550,8 @@ def dtensor_text(spec: ShardingSpec) -> str:
     >>> dtensor_text(ShardingSpec(mesh, [["dp", "tp"]]))
     Traceback (most recent call last):
         ...
-    reshard.errors.NotationError: DTensor cannot express the level `dp tp` of dimension 0: each of
-    its placements cuts over one mesh axis; write `dp / tp` for a cut of a cut
+    reshard.errors.NotationError: DTensor cannot express `dp tp` of the sharding `dp tp`: each
+    placement shards over one mesh axis; `dp / tp` shards the parts again
     """
     return str(placements_of(spec))
 
@@ -573,9 +559,9 @@ def dtensor_text(spec: ShardingSpec) -> str:
 def parse_partitioned(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """Return the sharding of placements, at least one of which is a `PartitionedShard`.
+    """Return the sharding of placements, `PartitionedShard` included.
 
-    One placement for each axis of `mesh`, as in `parse_dtensor`, which reads the same texts.
+    Reads the same texts as `parse_dtensor`.
 
     Raises:
         NotationError: text that cannot be read, sizes that do not add up to the dimension.
@@ -636,8 +622,8 @@ def _make_sharding(
 ) -> ShardingSpec:
     if len(values) != len(mesh.shape):
         raise NotationError(
-            f"{len(values)} placements for a mesh of {len(mesh.shape)} axes ({mesh.text}); give "
-            "one for each axis, major to minor"
+            f"{len(values)} placements for a mesh of {len(mesh.shape)} axes ({mesh.text}); give a "
+            "placement for each axis, major to minor"
         )
     # Levels of each dimension by number of the mesh axis; their order comes below.
     by_dim: dict[int, dict[int, Level]] = {dim: {} for dim in range(ndim)}
@@ -652,8 +638,8 @@ def _make_sharding(
             by_dim[_check_dimension(value, ndim)][number] = level
     if len(set(reductions)) > 1:
         raise NotationError(
-            f"contributions are reduced in several ways, {' and '.join(sorted(set(reductions)))}; "
-            "a tensor is partial in one, redistribute the other axes first"
+            f"contributions are reduced by {' and '.join(sorted(set(reductions)))}; a tensor has "
+            "a single reduction, redistribute the other axes first"
         )
     order = _check_order(shard_order, by_dim)
     dim_specs = [DimSpec([levels[n] for n in order[dim]]) for dim, levels in by_dim.items()]
@@ -665,7 +651,7 @@ def _make_level(axis: str, value: Shard | StridedShard | PartitionedShard, size:
         if value.by_rank is not None and len(value.by_rank) != size:
             raise NotationError(
                 f"{value} gives sizes for {len(value.by_rank)} ranks, but axis {axis} has {size}; "
-                "give one row for each"
+                "give a row for each rank"
             )
         return Level([axis], value.rule)
     return Level([axis], Strided(value.split_factor) if isinstance(value, StridedShard) else None)
@@ -674,11 +660,10 @@ def _make_level(axis: str, value: Shard | StridedShard | PartitionedShard, size:
 def _check_dimension(value: Shard | StridedShard | PartitionedShard, ndim: int) -> int:
     if not -ndim <= value.dim < ndim:
         raise NotationError(
-            f"{value} cuts dimension {value.dim} of a tensor that has {ndim}; give one from "
+            f"{value} shards dimension {value.dim} of a tensor of {ndim} dimensions; give "
             f"{-ndim} to {ndim - 1}"
             if ndim
-            else f"{value} cuts a tensor that has no dimensions; it can only be replicated or "
-            "partial"
+            else f"{value} shards a tensor without dimensions; it can only be replicated or partial"
         )
     return value.dim % ndim
 
@@ -686,9 +671,7 @@ def _check_dimension(value: Shard | StridedShard | PartitionedShard, ndim: int) 
 def _order_steps(
     placements: Sequence[Placement], steps: Sequence[int | None], ndim: int
 ) -> ShardOrder | None:
-    """Return the order given by steps after placements, `S(0)[1]S(0)[0]`; None without
-    any.
-    """
+    """Return the order given by steps after placements, `S(0)[1]S(0)[0]`; None without steps."""
     if all(step is None for step in steps):
         return None
     by_dim: dict[int, list[int]] = {}
@@ -697,16 +680,16 @@ def _order_steps(
             by_dim.setdefault(_check_dimension(value, ndim), []).append(number)
         elif step is not None:
             raise NotationError(
-                f"{value}[{step}] on mesh axis {number}: only axes that cut have an order"
+                f"{value}[{step}] on mesh axis {number}: only axes that shard have an order"
             )
     order = []
     for dim, numbers in sorted(by_dim.items()):
-        # An axis alone on its dimension needs no step.
+        # The only axis of a dimension needs no step.
         at = {steps[number]: number for number in numbers} if len(numbers) > 1 else {0: numbers[0]}
         if set(at) != set(range(len(numbers))):
             raise NotationError(
                 f"the axes on dimension {dim} have the steps {[steps[n] for n in numbers]}; give "
-                f"each one of 0 to {len(numbers) - 1}"
+                f"0 to {len(numbers) - 1}, each once"
             )
         order.append((dim, tuple(at[step] for step in range(len(numbers)))))
     return tuple(order)
@@ -720,11 +703,11 @@ def _check_order(
     if shard_order is None:
         return rising
     order = {dim: list(axes) for dim, axes in shard_order}
-    cut = {dim: axes for dim, axes in rising.items() if axes}
-    if {dim: sorted(axes) for dim, axes in order.items()} != cut:
+    sharded = {dim: axes for dim, axes in rising.items() if axes}
+    if {dim: sorted(axes) for dim, axes in order.items()} != sharded:
         raise NotationError(
-            f"shard order {order} does not fit the placements, which cut {cut}; name every axis of "
-            "every cut dimension once"
+            f"shard order {order} does not fit the placements, which shard {sharded}; name every "
+            "axis of every sharded dimension once"
         )
     return rising | order
 
@@ -737,87 +720,63 @@ def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> DTensorPl
         partitioned: whether `PartitionedShard` may be used in addition to torch's placements.
 
     Raises:
-        NotationError: a part that placements cannot express: a sub-axis, a flat cut over
-            several axes, another rule, marks for propagation, a place on some ranks only.
+        NotationError: a part that placements cannot express: a sub-axis, a level of several axes,
+            another rule, marks for propagation, coordinates to which a tensor is restricted.
 
     >>> mesh = DeviceMesh.of(dp=2, tp=2)
     >>> found = placements_of(ShardingSpec(mesh, [DimSpec([Level(["tp"]), Level(["dp"])])]))
     >>> found.shard_order
     ((0, (1, 0)),)
     """
-    mesh = spec.mesh
-    found: dict[str, Placement] = {}
+    _VOCABULARY.check(spec)
+    axis_names = spec.mesh.axis_names
+    placements: dict[str, Placement] = dict.fromkeys(axis_names, Replicate())
     order: list[tuple[int, tuple[int, ...]]] = []
-    if spec.only:
-        raise cannot_say(f"`only` of axis {spec.only[0][0]}", "every rank of the mesh has a part")
     for dim, dim_spec in enumerate(spec.dim_specs):
-        if dim_spec.is_open or dim_spec.priority:
-            raise cannot_say(
-                f"`{dim_spec}` of dimension {dim}", "placements have no marks for propagation"
-            )
         for level in dim_spec.levels:
-            axis = _expect_whole_axis(level, dim)
-            found[axis] = _find_placement(level, dim, mesh.axis_size(axis), partitioned)
-        axes = tuple(mesh.axis_names.index(level.axes[0].name) for level in dim_spec.levels)
-        if axes:
-            order.append((dim, axes))
+            if len(level.axes) > 1:
+                nested = " / ".join(map(str, level.axes))
+                why = f"each placement shards over one mesh axis; `{nested}` shards the parts again"
+                raise _VOCABULARY.refusal(spec, str(level), why)
+            placements[level.axes[0].name] = _find_placement(spec, dim, level, partitioned)
+        if dim_spec.levels:
+            order.append((dim, tuple(axis_names.index(axis.name) for axis in dim_spec.axes)))
     partial = [axis.name for axis in spec.partial_axes]
-    if not all(axis.is_full for axis in spec.partial_axes):
-        raise cannot_say(f"the partial axes {spec.partial_axes}", "it takes mesh axes whole")
     # Contributions are numbered by their axes, major to minor: another order is another numbering.
-    if partial != [axis for axis in mesh.axis_names if axis in partial]:
-        raise cannot_say(
-            f"the order of the partial axes {' '.join(partial)}",
+    if partial != [axis for axis in axis_names if axis in partial]:
+        raise _VOCABULARY.refusal(
+            spec,
+            f"{spec.reduction}({' '.join(partial)})",
             "contributions are numbered in the order of the mesh's axes",
         )
     if spec.reduction is not None:
-        found |= dict.fromkeys(partial, Partial(OPERATION_OF_REDUCTION[spec.reduction]))
-    # Axes that neither shard nor carry contributions hold copies.
-    placements = tuple(found.get(axis, Replicate()) for axis in mesh.axis_names)
-    return DTensorPlacements(placements, tuple(order))
-
-
-def cannot_say(part: str, because: str) -> NotationError:
-    return NotationError(f"DTensor cannot express {part}: {because}")
-
-
-def _expect_whole_axis(level: Level, dim: int) -> str:
-    if len(level.axes) > 1:
-        nested = " / ".join(map(str, level.axes))
-        raise cannot_say(
-            f"the level `{level}` of dimension {dim}",
-            f"each of its placements cuts over one mesh axis; write `{nested}` for a cut of a cut",
-        )
-    if not level.axes[0].is_full:
-        raise cannot_say(
-            f"the axis `{level.axes[0]}` of dimension {dim}",
-            "it takes mesh axes whole; split the axis in the mesh",
-        )
-    return level.axes[0].name
+        placements |= dict.fromkeys(partial, Partial(OPERATION_OF_REDUCTION[spec.reduction]))
+    return DTensorPlacements(tuple(placements.values()), tuple(order))
 
 
 def _find_placement(
-    level: Level, dim: int, size: int, partitioned: bool
+    spec: ShardingSpec, dim: int, level: Level, partitioned: bool
 ) -> Shard | StridedShard | PartitionedShard:
+    """Return the placement of a level, which has a single axis."""
     if level.rule.is_default:
         return Shard(dim)
     if isinstance(level.rule, Strided) and level.rule.local_lengths is None:
         return StridedShard(dim, level.rule.stride)
     words = ["by ceil (Shard)", "by a stride (_StridedShard)"]
     if partitioned:
-        found = PartitionedShard.from_rule(dim, level.rule, size)
-        if found is not None:
-            return found
+        size = spec.mesh.axis_size(level.axes[0])
+        placement = PartitionedShard.from_rule(dim, level.rule, size)
+        if placement is not None:
+            return placement
         words.append("in partitions (PartitionedShard)")
-    raise cannot_say(
-        f"the rule `{level.rule.text}` of dimension {dim}",
-        f"its placements cut {', '.join(words[:-1])} or {words[-1]}",
-    )
+    why = f"its placements shard {', '.join(words[:-1])} or {words[-1]}"
+    raise _VOCABULARY.refusal(spec, str(level), why)
 
 
 def mesh_of(mesh: Any) -> DeviceMesh:
-    """Return the mesh of a torch `DeviceMesh`, with its ranks in its order; axes without a name
-    get `dim0`, `dim1`...
+    """Return the mesh of a torch `DeviceMesh`, with its ranks in its order.
+
+    Axes without a name get `dim0`, `dim1`...
 
     Raises:
         MeshError: invalid axis names.
@@ -828,10 +787,10 @@ def mesh_of(mesh: Any) -> DeviceMesh:
 
 
 def sharding_of_dtensor(tensor: Any, mesh: DeviceMesh | None = None) -> ShardingSpec:
-    """Return the sharding of a DTensor, or of a `DTensorSpec` that has a shape; torch is not
-    imported.
+    """Return the sharding of a DTensor, or of a `DTensorSpec` that has a shape.
 
-    Any object with `placements`, a `shape`, and a `mesh` or `device_mesh` of torch will do.
+    Accepts any object with `placements`, a `shape`, and a `mesh` or `device_mesh` of torch, which
+    is not imported.
 
     Args:
         tensor: the DTensor.
@@ -918,11 +877,11 @@ def _find_strided(
     Source: `DTensorSpec._convert_shard_order_to_StridedShard`.
     """
     if shape is None:
-        raise cannot_say(
-            f"`{spec}` for any shape",
-            "axes cut a dimension in another order than the mesh's; give the shape, so that "
-            "`_StridedShard` can be tried",
+        why = (
+            "axes shard a dimension in another order than the mesh's; give the shape, so that "
+            "`_StridedShard` can be tried"
         )
+        raise _VOCABULARY.refusal(spec, str(spec), why)
     placements = list(found.placements)
     for dim, axes in found.shard_order:
         for step, axis in enumerate(axes):
@@ -935,11 +894,12 @@ def _find_strided(
     # Blocks are by ceil, so uneven shapes may be split at other indices: compare for this shape.
     strided = sharding_of_placements(spec.mesh, placements, spec.ndim)
     if not _are_equal(strided.layout(shape), spec.layout(shape)):
-        raise cannot_say(
-            f"`{spec}` for shape {list(shape)}",
-            "axes cut a dimension in another order than the mesh's, and `_StridedShard` cuts this "
-            "shape elsewhere; pad it, or take a mesh whose axes are in that order",
+        why = (
+            "axes shard a dimension in another order than the mesh's, and the blocks of "
+            f"`_StridedShard` differ for shape {list(shape)}; pad it, or take a mesh whose axes "
+            "are in that order"
         )
+        raise _VOCABULARY.refusal(spec, str(spec), why)
     return tuple(placements)
 
 

@@ -88,7 +88,9 @@ class FlatBuffer(Record):
         counts = Counter(name for name, _ in given)
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
-            raise NotationError(f"{twice[0]!r} is twice in a flat buffer; give every tensor once")
+            raise NotationError(
+                f"{twice[0]!r} occurs twice in a flat buffer; give each tensor once"
+            )
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -165,7 +167,7 @@ class FlatBuffer(Record):
         slots = list(range(self.ranks)) if devices is None else [int(slot) for slot in devices]
         if len(set(slots)) != self.ranks or len(slots) != self.ranks:
             raise NotationError(
-                f"devices {slots} for a flat buffer over {self.ranks} ranks; give one for each"
+                f"devices {slots} for a flat buffer over {self.ranks} ranks; give a device for each"
             )
         return slots
 

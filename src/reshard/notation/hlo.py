@@ -61,12 +61,12 @@ def parse_hlo(
     >>> print(parse_hlo(text), parse_hlo(text, DeviceMesh.of(x=4, y=2)), sep=" ;  ")
     d0, - ;  y, -
     """
-    with reading("HLO", text):
+    with reading("HLO text", text):
         scanner = Scanner(re.sub(r"^\s*(?:sharding\s*=|(?:\w+\.)*GSPMDSharding\()?", "", text))
         scanner.expect("{")
         # A second brace begins the shardings of a tuple.
         if scanner.looks_at(r"\{"):
-            raise NotationError("shardings of a tuple; give the sharding of one of its tensors")
+            raise NotationError("shardings of a tuple; give the sharding of a single tensor")
         if scanner.accept(_REPLICATED):
             return _read_whole(mesh, shape)
         if scanner.accept("maximal"):
@@ -116,9 +116,7 @@ def _read_tiles(scanner: Scanner) -> tuple[Devices, list[str]]:
             numbers.append(scanner.number())
         devices = np.array(numbers, np.int64)
     if devices.size != math.prod(tiles):
-        raise NotationError(
-            f"{devices.size} devices for tiles {tiles}; give {math.prod(tiles)}, one for each"
-        )
+        raise NotationError(f"{devices.size} devices for tiles {tiles}; give {math.prod(tiles)}")
     if len(distinct(devices)) != devices.size or devices.min() < 0:
         raise NotationError("devices that are negative or repeated; give each device once")
     # The older form of `last_tile_dims={replicated}`.

@@ -27,7 +27,7 @@ import numpy as np
 from reshard.errors import MissingExtraError, NotationError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.notation.hlo import parse_hlo
-from reshard.notation.parsing import Vocabulary, in_mesh_order, reading
+from reshard.notation.parsing import Vocabulary, find_closing, in_mesh_order, reading
 from reshard.sharding import DimSpec, ShardingSpec
 
 _VOCABULARY = Vocabulary("JAX", reductions=("sum",), has_open_dims=True)
@@ -61,7 +61,7 @@ def parse_jax(
     >>> print(parse_jax("PartitionSpec(UNCONSTRAINED, None, unreduced={'x'})", mesh))
     ?, - | sum(x)
     """
-    with reading("JAX", text):
+    with reading("JAX text", text):
         body = text.strip()
         if re.match(r"(?:\w+\.)*NamedSharding\(", body):
             body, mesh = _read_named_sharding(body, mesh)
@@ -75,12 +75,7 @@ def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, Devic
     match = re.search(r"\b(?:PartitionSpec|P)\(", text)
     if not match:
         raise NotationError("a NamedSharding without a PartitionSpec; write its spec as P(...)")
-    depth = 0
-    # Up to the bracket that closes the PartitionSpec: its entries may have brackets of their own.
-    for end in range(match.start(), len(text)):
-        depth += (text[end] == "(") - (text[end] == ")")
-        if text[end] == ")" and not depth:
-            break
+    end = find_closing(text, match.end() - 1)
     printed = dict(_MESH_AXIS.findall(text[: match.start()]))
     if printed:
         written = DeviceMesh("mesh", [int(size) for size in printed.values()], list(printed))
@@ -96,7 +91,7 @@ def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, Devic
         mesh = mesh or written
     if mesh is None:
         raise NotationError("a NamedSharding whose mesh is not printed; give a mesh")
-    return text[match.start() : end + 1], mesh
+    return text[match.start() : None if end is None else end + 1], mesh
 
 
 def _read_partition_spec(text: str) -> tuple[list[Entry], list[str], list[str]]:
@@ -178,8 +173,8 @@ def sharding_of_entries(
     if shape is not None:
         if len(entries) > len(shape):
             raise NotationError(
-                f"{len(entries)} entries for a tensor of shape {list(shape)}; give at most one a "
-                "dimension"
+                f"{len(entries)} entries for a tensor of shape {list(shape)}; give at most "
+                f"{len(shape)}"
             )
         # JAX leaves trailing dimensions that are not sharded out of a PartitionSpec.
         entries += [()] * (len(shape) - len(entries))
@@ -261,7 +256,7 @@ def sharding_of_jax(
     if hasattr(sharding, "sharding") and hasattr(sharding, "shape"):
         sharding, shape = sharding.sharding, sharding.shape
     kind = type(sharding).__name__
-    with reading("JAX", repr(sharding)):
+    with reading("JAX sharding", repr(sharding)):
         if kind == "SingleDeviceSharding":
             (device,) = sharding.device_set
             if shape is None:
@@ -344,7 +339,7 @@ def mesh_of(mesh: Any) -> DeviceMesh:
     if kind == "AbstractMesh":
         return DeviceMesh("mesh", mesh.axis_sizes, names)
     if mesh.empty:
-        raise NotationError("an empty mesh of JAX has no devices; give one with devices")
+        raise NotationError("an empty mesh of JAX has no devices; give a mesh with devices")
     return DeviceMesh(
         "mesh", mesh.devices.shape, names, [device.id for device in mesh.devices.flat]
     )

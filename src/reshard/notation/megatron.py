@@ -43,7 +43,11 @@ from reshard.megatron.ranks import (
     rank_grid,
 )
 from reshard.mesh import Axis, DeviceMesh
+from reshard.notation.parsing import Vocabulary
 from reshard.sharding import ShardingSpec
+
+# Rules that the attributes do not give are refused one by one, by `_write_cut`.
+_VOCABULARY = Vocabulary("Megatron", rules=(CutRule,), has_restrictions=True)
 
 _RANK_WORDS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "order", "offset")
 _CUT_WORDS = (
@@ -81,9 +85,9 @@ def parse_megatron(
     'tp=2 dp=2 | partition_dim=0 partition_stride=2 ndim=2'
     """
     ranks, bar, cut = text.rpartition("|")
-    said = _read_words(cut, _CUT_WORDS, text)
+    given = _read_words(cut, _CUT_WORDS, text)
     of_ranks = _read_words(ranks, _RANK_WORDS, text)
-    is_expert = "expert" in said
+    is_expert = "expert" in given
     if bar:
         mesh = _build_grid(of_ranks, is_expert, text)
     elif mesh is None:
@@ -94,21 +98,21 @@ def parse_megatron(
     axis = "etp" if is_expert else "tp"
     if axis not in mesh.axis_names:
         raise NotationError(
-            f"{text!r} is cut over {axis}, but the mesh has {', '.join(mesh.axis_names)}; write "
-            "the ranks before a bar, or name the axis so"
+            f"{text!r} is sharded over {axis}, but the mesh has {', '.join(mesh.axis_names)}; "
+            f"write the ranks before a bar, or name an axis {axis}"
         )
-    ndim = _find_ndim(said, shape, text)
-    rule = _build_rule(said, mesh.axis_size(axis), text)
+    ndim = _find_ndim(given, shape, text)
+    rule = _build_rule(given, mesh.axis_size(axis), text)
     # Without `partition_dim` nothing is sharded, and the dimension has no effect.
-    dim = _read_number(said, "partition_dim", text) or 0
+    dim = _read_number(given, "partition_dim", text) or 0
     if rule is not None and dim >= ndim:
         raise NotationError(f"partition_dim={dim} of a tensor of {ndim} dimensions in {text!r}")
     stages, expert_ranks = (
-        _read_numbers(said, "stages", text),
-        _read_numbers(said, "expert_ranks", text),
+        _read_numbers(given, "stages", text),
+        _read_numbers(given, "expert_ranks", text),
     )
     if expert_ranks is not None and not is_expert:
-        raise NotationError(f"expert_ranks of a parameter that belongs to no expert in {text!r}")
+        raise NotationError(f"expert_ranks without `expert` in {text!r}; add `expert`")
     return tensor_parallel_spec(mesh, axis, ndim, dim, rule, {"pp": stages, "ep": expert_ranks})
 
 
@@ -126,31 +130,31 @@ def _read_words(text: str, known: Sequence[str], whole: str) -> dict[str, str]:
     return found
 
 
-def _read_numbers(said: dict[str, str], word: str, text: str) -> tuple[int, ...] | None:
-    if word not in said:
+def _read_numbers(given: dict[str, str], word: str, text: str) -> tuple[int, ...] | None:
+    if word not in given:
         return None
-    items = said[word].split(",")
+    items = given[word].split(",")
     if not all(item.isdecimal() for item in items):
         raise NotationError(
-            f"cannot read {word}={said[word]} in {text!r}; write whole numbers with commas between"
+            f"cannot read {word}={given[word]} in {text!r}; write whole numbers and commas"
         )
     return tuple(int(item) for item in items)
 
 
-def _read_number(said: dict[str, str], word: str, text: str) -> int | None:
-    numbers = _read_numbers(said, word, text)
+def _read_number(given: dict[str, str], word: str, text: str) -> int | None:
+    numbers = _read_numbers(given, word, text)
     if numbers is None:
         return None
     if len(numbers) != 1:
-        raise NotationError(f"cannot read {word}={said[word]} in {text!r}; write one number")
+        raise NotationError(f"cannot read {word}={given[word]} in {text!r}; write a single number")
     return numbers[0]
 
 
-def _build_grid(said: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
+def _build_grid(given: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
     """Return the grid of ranks that the words before the bar describe."""
-    sizes = {word: _read_number(said, word, text) or 0 for word in said if word != "order"}
+    sizes = {word: _read_number(given, word, text) or 0 for word in given if word != "order"}
     offset = sizes.pop("offset", 0)
-    order = said.get("order", DEFAULT_ORDER)
+    order = given.get("order", DEFAULT_ORDER)
     # Without edp the words are Megatron's own sizes, from which both grids follow.
     if "edp" not in sizes:
         ranks = MegatronRanks(order=order, offset=offset, **sizes)
@@ -163,51 +167,51 @@ def _build_grid(said: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
     return rank_grid({axis: sizes.get(axis, 1) for axis in EXPERT_AXES}, order, offset)
 
 
-def _find_ndim(said: dict[str, str], shape: Sequence[int] | None, text: str) -> int:
-    stated = _read_number(said, "ndim", text)
+def _find_ndim(given: dict[str, str], shape: Sequence[int] | None, text: str) -> int:
+    stated = _read_number(given, "ndim", text)
     if stated is None and shape is None:
         raise NotationError(
-            f"{text!r} does not say how many dimensions the tensor has; add ndim=2, or give a shape"
+            f"{text!r} lacks the number of dimensions of the tensor; add ndim=2, or give a shape"
         )
     if stated is not None and shape is not None and stated != len(shape):
         raise NotationError(f"ndim={stated} in {text!r} of a tensor of shape {list(shape)}")
     return len(shape) if shape is not None else (stated or 0)
 
 
-def _build_rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
+def _build_rule(given: dict[str, str], parts: int, text: str) -> CutRule | None:
     """Return the rule of the sharded dimension, or None if no dimension is sharded."""
     ways = ("partition_stride", "partition_sizes", "heads", "pad")
     # A stride of 1 has no effect.
-    given = [word for word in ways if word in said and (word, said[word]) != (ways[0], "1")]
-    lengths = _read_numbers(said, "local_lengths", text)
-    if "partition_dim" not in said and (given or lengths):
-        raise NotationError(f"{(given or ['local_lengths'])[0]} without partition_dim in {text!r}")
-    if len(given) > 1 or (lengths is not None and given not in ([], ["partition_stride"])):
+    chosen = [word for word in ways if word in given and (word, given[word]) != (ways[0], "1")]
+    lengths = _read_numbers(given, "local_lengths", text)
+    if "partition_dim" not in given and (chosen or lengths):
+        raise NotationError(f"{(chosen or ['local_lengths'])[0]} without partition_dim in {text!r}")
+    if len(chosen) > 1 or (lengths is not None and chosen not in ([], ["partition_stride"])):
         raise NotationError(
-            f"{' and '.join(given)}{' and local_lengths' if lengths else ''} in {text!r}; one of "
-            "them determines the cut"
+            f"{' and '.join(chosen)}{' and local_lengths' if lengths else ''} in {text!r}; give "
+            "only one of them"
         )
-    if "partition_dim" not in said:
+    if "partition_dim" not in given:
         return None
-    if not given:
+    if not chosen:
         return Ceil() if lengths is None else Sizes(lengths)
-    number = None if given == ["partition_sizes"] else _read_number(said, given[0], text)
-    if given == ["partition_stride"]:
+    number = None if chosen == ["partition_sizes"] else _read_number(given, chosen[0], text)
+    if chosen == ["partition_stride"]:
         return Strided(number or 0, lengths)
-    if given == ["heads"]:
+    if chosen == ["heads"]:
         return Heads(number or 0)
-    if given == ["pad"]:
+    if chosen == ["pad"]:
         return Padded(number or 0)
     rows = [
         _read_numbers({"partition_sizes": row}, "partition_sizes", text) or ()
-        for row in said["partition_sizes"].split(";")
+        for row in given["partition_sizes"].split(";")
     ]
     if len(rows) == 1:
         return blocks_rule(rows * parts)
     if len(rows) != parts or len({len(row) for row in rows}) != 1:
         raise NotationError(
-            f"partition_sizes of {len(rows)} ranks in {text!r}; write one list for all, or one of "
-            f"as many blocks for each of {parts} tensor-parallel ranks"
+            f"partition_sizes of {len(rows)} ranks in {text!r}; write a single list, or lists of "
+            f"equal length for each of {parts} tensor-parallel ranks"
         )
     return Pieces.from_splits(rows)
 
@@ -216,7 +220,7 @@ def megatron_text(spec: ShardingSpec) -> str:
     """Return the text that `parse_megatron` reads back to the same sharding.
 
     Raises:
-        NotationError: a part of the sharding that Megatron's words cannot express.
+        NotationError: a part of the sharding that Megatron cannot express.
 
     >>> from reshard.sharding import spec
     >>> grid = MegatronRanks(dp=4, ep=2).expert
@@ -225,20 +229,17 @@ def megatron_text(spec: ShardingSpec) -> str:
     >>> megatron_text(spec(DeviceMesh.of(x=2), "x"))
     Traceback (most recent call last):
         ...
-    reshard.errors.NotationError: the mesh x=2 in Megatron's words; its axes are named tp, cp, dp,
-    pp, or etp, ep, edp, pp
+    reshard.errors.NotationError: Megatron cannot express the mesh x=2: its axes are named tp, cp,
+    dp, pp, or etp, ep, edp, pp
     """
-    mesh = spec.mesh
-    words, is_expert = _write_ranks(mesh)
-    _refuse_the_rest(spec)
+    words, is_expert = _write_ranks(spec.mesh)
+    _VOCABULARY.check(spec)
     cut = ["expert"] if is_expert else []
     cut += _write_cut(spec, "etp" if is_expert else "tp")
     for axis, at in spec.only:
         if axis not in ("pp", "ep"):
-            raise NotationError(
-                f"`only({axis}=...)` of `{spec}`; Megatron's words place a tensor "
-                "along pp and ep only"
-            )
+            why = "tensors are restricted along pp and ep only"
+            raise _VOCABULARY.refusal(spec, f"only({axis}={_join_numbers(at)})", why)
         cut.append(f"{'stages' if axis == 'pp' else 'expert_ranks'}={_join_numbers(at)}")
     return " ".join([*words, "|", *cut, f"ndim={spec.ndim}"])
 
@@ -253,14 +254,14 @@ def _write_ranks(mesh: DeviceMesh) -> tuple[list[str], bool]:
     axes = next((axes for axes in grids if set(mesh.axis_names) == set(axes)), None)
     if axes is None:
         raise NotationError(
-            f"the mesh {mesh.text} in Megatron's words; its axes are named "
+            f"Megatron cannot express the mesh {mesh.text}: its axes are named "
             f"{', '.join(DENSE_AXES)}, or {', '.join(EXPERT_AXES)}"
         )
     offset = min(mesh.devices)
     if mesh.devices != tuple(range(offset, offset + mesh.size)):
         raise NotationError(
-            f"the devices {list(mesh.devices)} in Megatron's words; its ranks are consecutive and "
-            "in the order of the grid"
+            f"Megatron cannot express the devices {list(mesh.devices)}: its ranks are consecutive "
+            "and in the order of the grid"
         )
     is_expert = axes is EXPERT_AXES
     sizes = {axis: mesh.axis_size(axis) for axis in axes}
@@ -273,49 +274,30 @@ def _write_ranks(mesh: DeviceMesh) -> tuple[list[str], bool]:
     return words + ([f"offset={offset}"] if offset else []), is_expert
 
 
-def _refuse_the_rest(spec: ShardingSpec) -> None:
-    """Raise NotationError for parts that no parameter of Megatron has."""
-    parts = {
-        "partial axes": spec.partial_axes,
-        "replicated axes": spec.replicated_axes,
-        "an open dimension or a priority": any(d.is_open or d.priority for d in spec.dim_specs),
-    }
-    for part, is_there in parts.items():
-        if is_there:
-            raise NotationError(f"{part} of `{spec}` cannot be said in Megatron's words")
-
-
 def _write_cut(spec: ShardingSpec, axis: str) -> list[str]:
     cut = [(dim, level) for dim, item in enumerate(spec.dim_specs) for level in item.levels]
     if not cut:
         return []
     (dim, level), *more = cut
     if more or level.axes != (Axis(axis),):
-        raise NotationError(
-            f"`{spec}` in Megatron's words; one dimension is cut, and over the axis {axis}"
-        )
+        why = f"a single dimension is sharded, over the axis {axis}"
+        raise _VOCABULARY.refusal(spec, str(spec), why)
     words = [f"partition_dim={dim}", *_write_rule(level.rule, spec.mesh.axis_size(axis))]
-    said = dict(word.split("=") for word in words)
+    given = dict(word.split("=") for word in words)
     # The words are read back: rules that they cannot express come back as another rule.
-    if any(not value for value in said.values()) or (
-        _build_rule(said, spec.mesh.axis_size(axis), " ".join(words)) != level.rule
+    if any(not value for value in given.values()) or (
+        _build_rule(given, spec.mesh.axis_size(axis), " ".join(words)) != level.rule
     ):
-        raise NotationError(
-            f"the rule `{level.rule.text}` of `{spec}` in Megatron's words; {_SAYABLE}"
+        why = (
+            "it has equal parts, strides, blocks of which every rank has an equal or a given "
+            "piece, local lengths, shared heads and padding"
         )
+        raise _VOCABULARY.refusal(spec, str(level), why)
     return words
 
 
-_SAYABLE = (
-    "it has equal parts, strides, blocks that every rank has equal pieces of (or says its own), "
-    "local lengths, shared heads and padding"
-)
-
-
 def _write_rule(rule: CutRule, parts: int) -> list[str]:
-    """Return the words of a rule; those that read back as another rule are refused by the
-    caller.
-    """
+    """Return the words of a rule. The caller refuses those that read back as another rule."""
     if isinstance(rule, Strided):
         lengths = (
             []

@@ -67,7 +67,7 @@ def parse_mlir(
     >>> print(parse_mlir("shard.sharding @mesh split_axes = [[], [1]] halo_sizes = [1, 1]", mesh))
     -, y@halo[1,1,padded]
     """
-    with reading("MLIR", text):
+    with reading("MLIR text", text):
         scanner = Scanner(text)
         grids = {}
         while scanner.take(_GRID):
@@ -99,7 +99,7 @@ def parse_mlir_mesh(text: str) -> DeviceMesh:
     >>> parse_mlir_mesh("shard.grid @grid(shape = 2x3)")
     DeviceMesh('grid', axis0=2,axis1=3)
     """
-    with reading("MLIR", text):
+    with reading("MLIR text", text):
         scanner = Scanner(text)
         if not scanner.take(_GRID):
             raise scanner.failure("`shard.grid @grid(shape = 2x3)`")
@@ -155,7 +155,7 @@ def _read_sharding(
         word = scanner.take(r"\w+")
         if not word or word[0] not in _REDUCTIONS:
             given = f"the reduction {word[0]!r}" if word else "no reduction"
-            raise NotationError(f"{given} of partial axes; it is one of {', '.join(_REDUCTIONS)}")
+            raise NotationError(f"{given} of partial axes; expected {', '.join(_REDUCTIONS)}")
         reduction = _REDUCTIONS[word[0]]
         partial_axes = [_find_axis(number, mesh) for number in scanner.numbers()]
         scanner.accept(",")
@@ -170,7 +170,7 @@ def _read_sharding(
     scanner.expect_end()
     if halo_sizes and offsets:
         raise NotationError(
-            "halo_sizes and sharded_dims_offsets together; MLIR allows one of the two"
+            "halo_sizes and sharded_dims_offsets together; MLIR allows either, not both"
         )
     if shape is not None:
         # Empty lists are redundant, so surplus empty lists at the end are dropped.
@@ -178,8 +178,8 @@ def _read_sharding(
             dims.pop()
         if len(dims) > len(shape):
             raise NotationError(
-                f"{len(dims)} lists of axes for a tensor of shape {list(shape)}; give at most one "
-                "a dimension"
+                f"{len(dims)} lists of axes for a tensor of shape {list(shape)}; give at most "
+                f"{len(shape)}"
             )
         dims += [[] for _ in range(len(shape) - len(dims))]
     # Halo sizes and offsets are listed for sharded dimensions only, so rules are taken in turn.
@@ -279,21 +279,19 @@ def _find_halo(level: Level, spec: ShardingSpec) -> tuple[int, int]:
         why = "halo_sizes and sharded_dims_offsets exclude each other"
         raise _VOCABULARY.refusal(spec, str(level), why)
     if not rule.rule.is_default:
-        why = f"halos are on parts by ceil, not by `{rule.rule.text}`"
+        why = f"halos surround parts by ceil, not by `{rule.rule.text}`"
         raise _VOCABULARY.refusal(spec, str(level), why)
     if rule.fresh:
-        raise _VOCABULARY.refusal(spec, str(level), "it has no word for fresh halos")
+        raise _VOCABULARY.refusal(spec, str(level), "it has no fresh halos")
     if not rule.padded_edges:
-        why = (
-            f"all its halos are equally wide; `halo[{rule.before},{rule.after},padded]` can be said"
-        )
+        why = f"all its halos are equally wide; it has `halo[{rule.before},{rule.after},padded]`"
         raise _VOCABULARY.refusal(spec, str(level), why)
     return (rule.before, rule.after)
 
 
 def _find_offsets(level: Level, spec: ShardingSpec) -> list[int]:
     if not isinstance(level.rule, Sizes):
-        why = "offsets are given for every sharded dimension or none; cut this one by sizes too"
+        why = "offsets are given for all sharded dimensions or none; shard this one by sizes too"
         raise _VOCABULARY.refusal(spec, str(level), why)
     return [0, *itertools.accumulate(level.rule.sizes)]
 
@@ -333,7 +331,7 @@ def mlir_mesh_text(mesh: DeviceMesh, dialect: str = "shard") -> str:
             "its devices are numbered in row-major order"
         )
     if not mesh.shape:
-        raise NotationError(f"MLIR cannot express the mesh {mesh.name!r} without axes; give it one")
+        raise NotationError(f"MLIR cannot express the mesh {mesh.name!r} without axes; add an axis")
     word = "grid" if dialect == "shard" else "mesh"
     return f"{dialect}.{word} {symbol_text(mesh.name)}(shape = {'x'.join(map(str, mesh.shape))})"
 

@@ -39,9 +39,9 @@ def sharding_of(value: Any, mesh: Any = None, shape: Sequence[int] | None = None
         value: a DTensor or another object with placements; an array or a sharding of jax; a
             parameter of Megatron; a `ShardingSpec`.
         mesh: the devices, for what has none of its own: a `PartitionSpec` of jax, or a parameter
-            of Megatron, which knows its cut, but not its ranks. A mesh of reshard, torch or jax;
-            for a parameter also `MegatronRanks` or `MegatronGrids`. A parameter is cut over its
-            axis `tp`, that of an expert over `etp`.
+            of Megatron, which knows its partitions, but not its ranks. A mesh of reshard, torch or
+            jax; for a parameter also `MegatronRanks` or `MegatronGrids`. A parameter is sharded
+            over the axis `tp`, that of an expert over `etp`.
         shape: of the whole tensor, for a sharding of jax that leaves out dimensions.
 
     Raises:
@@ -104,7 +104,7 @@ def _sharding_of_parameter(value: Any, mesh: Any) -> ShardingSpec:
     local = value if isinstance(value, LocalParameter) else LocalParameter.of(value)
     if mesh is None:
         raise NotationError(
-            "a parameter of Megatron has its cut, but not its ranks; give them, such "
+            "a parameter of Megatron has its partitions, but not its ranks; give them, such "
             "as mesh=MegatronRanks(tp=2, dp=4), or a mesh with an axis tp"
         )
     if isinstance(mesh, MegatronRanks | MegatronGrids):
@@ -113,7 +113,7 @@ def _sharding_of_parameter(value: Any, mesh: Any) -> ShardingSpec:
     axis = "etp" if local.is_expert else "tp"
     if grid is None or (local.tensor_model_parallel and axis not in grid.axis_names):
         raise NotationError(
-            f"the parameter is cut over {axis}, but the mesh {mesh!r} has no such axis; name its "
-            "tensor-parallel axis so, or give MegatronRanks"
+            f"the parameter is sharded over {axis}, but the mesh {mesh!r} has no such axis; name "
+            f"its tensor-parallel axis {axis}, or give MegatronRanks"
         )
     return MegatronParameter(MegatronGrids(grid, grid), **asdict(local)).spec()

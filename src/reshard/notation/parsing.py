@@ -1,4 +1,4 @@
-"""Tools that notations share: a scanner of texts, the order of axes, and what can be expressed.
+"""Tools that notations share: a scanner of texts, the order of axes, and the parts of a sharding.
 
 A `Scanner` has a position in a text. It skips blanks and comments, takes the words that it is asked
 to expect, and otherwise raises an error with the rest of the text.
@@ -33,12 +33,33 @@ Item = TypeVar("Item")
 
 
 @contextmanager
-def reading(notation: str, text: str) -> Iterator[None]:
-    """Inside, every error about a layout also names the text that is read."""
+def reading(kind: str, text: str) -> Iterator[None]:
+    """Append the text to errors about layouts inside the block.
+
+    >>> with reading("MLIR text", "[[0]"):
+    ...     raise NotationError("a bracket is missing")
+    Traceback (most recent call last):
+        ...
+    reshard.errors.NotationError: a bracket is missing (in the MLIR text `[[0]`)
+    """
     try:
         yield
     except LayoutError as error:
-        raise type(error)(f"{error} (in the {notation} text `{text.strip()}`)") from None
+        raise type(error)(f"{error} (in the {kind} `{text.strip()}`)") from None
+
+
+def find_closing(text: str, opening: int) -> int | None:
+    """Return the position at which the bracket at `opening` closes; None if it does not.
+
+    >>> find_closing("P(('x', 'y')), 8", 1)
+    12
+    """
+    depth = 0
+    for at in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        if not depth:
+            return at
+    return None
 
 
 def symbol_text(name: str) -> str:
@@ -61,7 +82,7 @@ def symbol_text(name: str) -> str:
 
 
 class Scanner:
-    """A place in a text.
+    """A position in a text.
 
     >>> scanner = Scanner('[ 1, 2 ]  // two numbers')
     >>> scanner.numbers(), scanner.is_at_end()
@@ -162,16 +183,18 @@ def in_mesh_order(mesh: DeviceMesh, axes: Iterable[Axis]) -> list[Axis]:
 
 
 class Vocabulary(Record):
-    """The parts of a sharding that a notation has words for.
+    """The parts of a sharding that a notation can express.
 
     Attributes:
         notation: its name, for messages.
-        rules: cut rules in addition to the default, by ceil.
+        rules: cut rules in addition to the default, by ceil; `CutRule` for all.
         reductions: of partial axes.
-        has_sub_axes: whether it can take a mesh axis in part.
-        has_open_dims: whether it can leave a dimension open to propagation.
-        has_priorities: whether it can rank dimensions in propagation.
-        has_replicated_axes: whether it can ask for copies along an axis.
+        has_levels: whether the parts of a dimension can be sharded again.
+        has_sub_axes: whether a dimension can be sharded over a part of a mesh axis.
+        has_open_dims: whether a dimension can be open to propagation.
+        has_priorities: whether dimensions can have priorities in propagation.
+        has_replicated_axes: whether copies along an axis can be requested.
+        has_restrictions: whether tensors can be at some coordinates of an axis only.
 
     >>> from reshard.mesh import DeviceMesh
     >>> from reshard.sharding import spec
@@ -185,10 +208,12 @@ class Vocabulary(Record):
     notation: str
     rules: tuple[type[CutRule], ...] = ()
     reductions: tuple[str, ...] = ()
+    has_levels: bool = False
     has_sub_axes: bool = False
     has_open_dims: bool = False
     has_priorities: bool = False
     has_replicated_axes: bool = False
+    has_restrictions: bool = False
 
     def check(self, spec: ShardingSpec) -> None:
         """Raise NotationError for the first part of `spec` that the notation cannot express."""
@@ -215,7 +240,7 @@ class Vocabulary(Record):
                 f"{spec.reduction}({' '.join(map(str, spec.partial_axes))})",
                 f"it has {known}; reduce the tensor first",
             )
-        if spec.only:
+        if spec.only and not self.has_restrictions:
             held = " ".join(f"{axis}={','.join(map(str, at))}" for axis, at in spec.only)
             raise self.refusal(
                 spec,
@@ -224,13 +249,12 @@ class Vocabulary(Record):
             )
 
     def _check_dim(self, spec: ShardingSpec, dim: DimSpec) -> None:
-        if len(dim.levels) > 1:
-            # If the sizes divide, cutting parts again equals cutting once over all axes.
+        if len(dim.levels) > 1 and not self.has_levels:
             flat = " ".join(map(str, dim.axes))
             raise self.refusal(
                 spec,
                 str(dim),
-                f"it cuts a dimension once; `{flat}` is the same where the sizes divide",
+                f"it shards a dimension once; `{flat}` is the same if the sizes divide",
             )
         for level in dim.levels:
             if not level.rule.is_default and not isinstance(level.rule, self.rules):

@@ -77,7 +77,7 @@ class PartitionedShard(Record):
         for name in ("dim", "num_partitions"):
             number = _as_tuples(getattr(self, name), name)
             if not isinstance(number, int):
-                raise NotationError(f"{name} {number} of a PartitionedShard must be one number")
+                raise NotationError(f"{name} {number} of a PartitionedShard must be a number")
             object.__setattr__(self, name, number)
         given = _as_tuples(self.splits, "splits")
         if self.aligned and isinstance(self.splits, _UnalignedRows):
@@ -93,13 +93,13 @@ class PartitionedShard(Record):
         sizes = tuple(item for item in items if isinstance(item, int))
         if not isinstance(given, tuple) or (rows and sizes):
             raise self._refusal(
-                "are numbers and rows; give one number a partition, or a row a rank"
+                "are numbers and rows; give a number per partition, or a row per rank"
             )
         if not rows and len(sizes) != count:
             if not count or len(sizes) % count or not sizes:
                 raise self._refusal(
-                    f"give {len(sizes)} sizes for {count} partitions; give one for each, {count} "
-                    f"in all, or one for each on every rank, {2 * count} in all for 2 ranks"
+                    f"give {len(sizes)} sizes for {count} partitions; give {count}, or as many for "
+                    f"every rank, such as {2 * count} for 2 ranks"
                 )
             # A flat list is a row for each rank, rank after rank.
             lengths = self._row_lengths(len(sizes) // count)
@@ -108,13 +108,13 @@ class PartitionedShard(Record):
         expected = self._row_lengths(len(rows)) if rows else [count]
         for row, length in zip(rows or (sizes,), expected, strict=True):
             if not all(isinstance(size, int) for size in row):
-                raise self._refusal("are nested deeper than one row a rank; give such rows")
+                raise self._refusal("are nested deeper than a row per rank; give such rows")
             if len(row) != length:
                 raise self._refusal(
                     f"give {len(row)} sizes where rank {rows.index(row)} has {length}: "
                     f"{length // len(rows)} of {count} whole partitions, each in {len(rows)} pieces"
                     if self.aligned and rows
-                    else f"give {len(row)} sizes for {count} partitions; give one for each"
+                    else f"give {len(row)} sizes for {count} partitions; give a size for each"
                 )
             if any(size < 0 for size in row):
                 raise self._refusal("must not be negative")
@@ -189,6 +189,6 @@ def _as_tuples(value: Any, what: str) -> Any:
         return operator.index(value)
     except TypeError:
         raise NotationError(
-            f"{what} of a PartitionedShard: {value!r} is no whole number; give ints, in lists or "
-            "in an array"
+            f"{what} of a PartitionedShard: {value!r} is not a whole number; give ints, in lists "
+            "or an array"
         ) from None

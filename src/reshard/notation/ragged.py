@@ -35,7 +35,7 @@ import numpy as np
 
 from reshard._records import Record
 from reshard._validation import check_ints
-from reshard.errors import LayoutError, NotationError
+from reshard.errors import NotationError
 from reshard.layout import Box, Layout, flat_range_boxes
 from reshard.mesh import DeviceMesh
 from reshard.notation.dtensor import (
@@ -48,6 +48,7 @@ from reshard.notation.dtensor import (
     sharding_of_placements,
     split_mesh,
 )
+from reshard.notation.parsing import reading
 from reshard.runs import Run, RunTable
 from reshard.sharding import ShardingSpec
 
@@ -69,8 +70,9 @@ class RaggedShard(Record):
     >>> RaggedShard((0,), (3, 5)).ranges(4)
     Traceback (most recent call last):
         ...
-    reshard.errors.NotationError: RaggedShard(dims=(0,), local_units=(3, 5)) cuts 4 indices in 8
-    units, and rank 0 would end inside one; take more leading dimensions, or other units
+    reshard.errors.NotationError: RaggedShard(dims=(0,), local_units=(3, 5)) divides 4 indices into
+    8 units, and rank 0 would end inside an index; flatten more leading dimensions, or give other
+    units
     """
 
     dims: tuple[int, ...]
@@ -83,11 +85,11 @@ class RaggedShard(Record):
             object.__setattr__(self, name, numbers)
         if not self.dims or self.dims != tuple(range(len(self.dims))):
             raise NotationError(
-                f"{self} takes dimensions {self.dims}; it takes the leading ones, such as (0, 1)"
+                f"{self} flattens dimensions {self.dims}; give leading dimensions, such as (0, 1)"
             )
         if any(unit < 0 for unit in self.local_units) or not sum(self.local_units):
             raise NotationError(
-                f"{self} has units {self.local_units}; they must not be negative, nor all 0"
+                f"{self} has units {self.local_units}; they must not be negative or all 0"
             )
 
     def ranges(self, indices: int) -> tuple[tuple[int, int], ...]:
@@ -103,8 +105,8 @@ class RaggedShard(Record):
             stop, rest = divmod(before * indices, units)
             if rest:
                 raise NotationError(
-                    f"{self} cuts {indices} indices in {units} units, and rank {rank} would end "
-                    "inside one; take more leading dimensions, or other units"
+                    f"{self} divides {indices} indices into {units} units, and rank {rank} would "
+                    "end inside an index; flatten more leading dimensions, or give other units"
                 )
             stops.append(stop)
         return tuple(itertools.pairwise((0, *stops)))
@@ -131,7 +133,7 @@ def parse_ragged(
     >>> parse_ragged("RaggedShard(dims=(0,), local_units=(1, 3))", shape=(4, 2)).boxes(1)
     (Box(start=(1, 0), stop=(4, 2)),)
     """
-    try:
+    with reading("placements", text):
         if shape is None:
             raise NotationError("the placements lack the tensor's shape; give a shape")
         mesh, placed = split_mesh(text, mesh)
@@ -144,10 +146,6 @@ def parse_ragged(
                 raise NotationError("the placements lack the tensor's mesh; give a mesh")
             mesh = DeviceMesh.of(ranks=len(placements[0].local_units))
         return ragged_layout(mesh, placements, shape)
-    except LayoutError as error:
-        if f"`{text}`" in str(error):
-            raise
-        raise type(error)(f"{error} (in the placements `{text}`)") from None
 
 
 def _read_ragged(call: PlacementCall) -> RaggedShard:
@@ -174,7 +172,7 @@ def ragged_text(spec: ShardingSpec | Layout) -> str:
     """
     if isinstance(spec, ShardingSpec):
         raise NotationError(
-            f"a ragged shard cannot express the sharding `{spec}`, which cuts each dimension; "
+            f"a ragged shard cannot express the sharding `{spec}`, which shards each dimension; "
             "give a layout, such as spec.layout(shape), if its ranks hold flat ranges"
         )
     for dims in range(1, spec.ndim + 1):
@@ -182,8 +180,8 @@ def ragged_text(spec: ShardingSpec | Layout) -> str:
         if shard is not None:
             return str(shard)
     raise NotationError(
-        f"a ragged shard cannot express {spec!r}: its ranks do not hold one range of the flattened "
-        "leading dimensions after the other, in the order of the ranks"
+        f"a ragged shard cannot express {spec!r}: its ranks do not hold consecutive ranges of the "
+        "flattened leading dimensions, in the order of the ranks"
     )
 
 
@@ -215,8 +213,8 @@ def ragged_layout(mesh: DeviceMesh, placements: Iterable[object], shape: Sequenc
         shape: of the tensor.
 
     Raises:
-        NotationError: no ragged placement, several, or one that follows another shard; units for
-            another number of ranks, or that end inside an index.
+        NotationError: no ragged placement, several, or a ragged placement after another shard;
+            units for another number of ranks, or that end inside an index.
 
     >>> mesh = DeviceMesh.of(dp=2, tp=2)
     >>> shard = RaggedShard((0,), (1, 2))
@@ -234,25 +232,25 @@ def ragged_layout(mesh: DeviceMesh, placements: Iterable[object], shape: Sequenc
     before = [str(item) for item in others[:number] if not isinstance(item, Replicate)]
     if before:
         raise NotationError(
-            f"{before[0]} stands before {shard}, but cuts first wherever it stands; put the "
-            "ragged shard before all placements but Replicate()"
+            f"{before[0]} precedes {shard}, but is applied first in any position; put the ragged "
+            "shard before all placements but Replicate()"
         )
     spec = sharding_of_placements(mesh, others, len(shape))
     if len(shard.dims) > len(shape):
         raise NotationError(
-            f"{shard} takes {len(shard.dims)} dimensions of a tensor that has {len(shape)}"
+            f"{shard} flattens {len(shard.dims)} dimensions of a tensor of {len(shape)}"
         )
     if len(shard.local_units) != mesh.shape[number]:
         raise NotationError(
             f"{shard} has units for {len(shard.local_units)} ranks, but axis "
-            f"{mesh.axis_names[number]} has {mesh.shape[number]}; give one number for each"
+            f"{mesh.axis_names[number]} has {mesh.shape[number]}; give a number for each rank"
         )
     along = mesh.coordinates([mesh.axis_names[number]]).tolist()
     return _cut_ranges(spec.layout(shape), shard, dict(zip(mesh.devices, along, strict=True)))
 
 
 def _as_ragged(item: object) -> object:
-    """veScale's ragged shard as ours; anything else as it is."""
+    """Convert a ragged shard of veScale; return other values unchanged."""
     if type(item).__name__ in _RAGGED_NAMES and not isinstance(item, RaggedShard):
         live: Any = item
         return RaggedShard(tuple(live.dims), tuple(live.local_units))
@@ -294,9 +292,7 @@ def _cut_ranges(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int])
 
 
 def _read_window(table: RunTable, number: int, part: int, start: int, stop: int) -> Iterator[Run]:
-    """Yield the local positions `start:stop` of one part of a table, as the part `number` of
-    another.
-    """
+    """Yield the local positions `start:stop` of a part, as runs of the part `number` of a table."""
     for begin, end, local, role in table.runs_of(part):
         low, high = max(start, local), min(stop, local + end - begin)
         if low < high:

@@ -28,11 +28,14 @@ import numpy as np
 
 from reshard._records import Record
 from reshard._validation import check_int, check_ints
-from reshard.cut_rules import BlockCyclic
-from reshard.errors import LayoutError, NotationError
+from reshard.cut_rules import BlockCyclic, CutRule
+from reshard.errors import NotationError
 from reshard.mesh import DeviceMesh
+from reshard.notation.parsing import Vocabulary, reading
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
+# Rules that are not block-cyclic are refused by `_find_block_cyclic`, which may know the length.
+_VOCABULARY = Vocabulary("ScaLAPACK", rules=(CutRule,))
 DENSE = 1
 ORDERS = ("row", "column")
 _ENTRIES = ("dtype", "ctxt", "m", "n", "mb", "nb", "rsrc", "csrc", "lld")
@@ -75,12 +78,12 @@ class Descriptor(Record):
     lld: int | None = None
 
     def __post_init__(self) -> None:
-        least = {"m": 0, "n": 0, "mb": 1, "nb": 1, "rsrc": 0, "csrc": 0, "lld": 1}
-        for name, bound in least.items():
+        minima = {"m": 0, "n": 0, "mb": 1, "nb": 1, "rsrc": 0, "csrc": 0, "lld": 1}
+        for name, minimum in minima.items():
             value = getattr(self, name)
             # Only these may be None: the size of a matrix, and an unknown leading dimension.
             if value is not None or name not in ("m", "n", "lld"):
-                number = check_int(value, f"a descriptor's {name}", NotationError, minimum=bound)
+                number = check_int(value, f"a descriptor's {name}", NotationError, minimum=minimum)
                 object.__setattr__(self, name, number)
 
     @classmethod
@@ -98,7 +101,7 @@ class Descriptor(Record):
         if values[0] != DENSE:
             raise NotationError(
                 f"a descriptor of type {values[0]}; only dense matrices in memory, of type 1, are "
-                "read (501 and 502 are banded, 601 lie in files)"
+                "read (501 and 502 are banded, 601 is in files)"
             )
         return cls(*values[2:])
 
@@ -162,7 +165,7 @@ def parse_scalapack(
 
     Args:
         text: `m n mb nb rsrc csrc` as six numbers, an array descriptor `DESC_A = (1, 0, ...)` of
-            nine, or by name: `mb=2 nb=2`, of which `m`, `n`, `rsrc` and `csrc` may be left out.
+            nine, or by name: `mb=2 nb=2`, where `m`, `n`, `rsrc` and `csrc` may be left out.
             After them the grid of processes: `grid=2x3 order=column`, or rank by rank,
             `grid=[[3, 1], [2, 0]]`.
         mesh: the grid, rows and then columns, if the text has none. If both describe the same
@@ -178,7 +181,7 @@ def parse_scalapack(
     >>> print(parse_scalapack("mb=2 nb=4 grid=2x3 order=column").mesh)
     DeviceMesh('grid', row=2,column=3, devices=[0, 2, 4, 1, 3, 5])
     """
-    try:
+    with reading("descriptor", text):
         numbers, named = _read_words(text)
         grid = _choose_grid(named.pop("grid", None), named.pop("order", None), mesh)
         descriptor = _make_descriptor(numbers, named)
@@ -192,8 +195,6 @@ def parse_scalapack(
                 f"a descriptor of a matrix of {wanted} for shape {list(shape)}; both must agree"
             )
         return descriptor.sharding(grid)
-    except LayoutError as error:
-        raise type(error)(f"{error} (in the descriptor `{text}`)") from None
 
 
 def _read_words(text: str) -> tuple[list[int], dict[str, str]]:
@@ -226,7 +227,7 @@ def _read_words(text: str) -> tuple[list[int], dict[str, str]]:
 def _make_descriptor(numbers: list[int], named: dict[str, str]) -> Descriptor:
     if numbers and named:
         raise NotationError(
-            f"numbers {numbers} and names {', '.join(named)}; give one or the other"
+            f"numbers {numbers} and names {', '.join(named)}; give only numbers, or only names"
         )
     if len(numbers) == len(_SHORT):
         return Descriptor(*numbers)
@@ -235,7 +236,7 @@ def _make_descriptor(numbers: list[int], named: dict[str, str]) -> Descriptor:
     wrong = [f"{name}={value}" for name, value in named.items() if not _is_number(value)]
     missing = [name for name in ("mb", "nb") if name not in named]
     if wrong or missing:
-        problem = f"{wrong[0]} is no number" if wrong else f"{' and '.join(missing)} missing"
+        problem = f"{wrong[0]} is not a number" if wrong else f"{' and '.join(missing)} missing"
         raise NotationError(f"{problem}; give at least the sizes of a block, such as mb=2 nb=2")
     # The context, `ctxt`, is a number of the process that wrote it, and is not used.
     values = {name: int(value) for name, value in named.items()}
@@ -270,8 +271,8 @@ def _choose_grid(text: str | None, order: str | None, mesh: DeviceMesh | None) -
         and process_grid(mesh.shape[0], mesh.shape[1], order).devices != mesh.devices
     ):
         raise NotationError(
-            f"order={order} for the mesh {mesh.text} with ranks {list(mesh.devices)}; a mesh has "
-            "its own order, leave one of them out"
+            f"order={order} for the mesh {mesh.text} with ranks {list(mesh.devices)}, which has "
+            "another order; leave out the order, or the mesh"
         )
     return mesh
 
@@ -296,8 +297,8 @@ def _read_grid_ranks(text: str, order: str | None) -> DeviceMesh:
 def _expect_two_axes(mesh: DeviceMesh) -> None:
     if len(mesh.shape) != 2:
         raise NotationError(
-            f"a mesh of {len(mesh.shape)} axes ({mesh.text}) is not a grid of processes; give two, "
-            "rows and columns, one of which may have size 1"
+            f"a mesh of {len(mesh.shape)} axes ({mesh.text}) is not a grid of processes; give an "
+            "axis for rows and an axis for columns, of size 1 if need be"
         )
 
 
@@ -317,21 +318,20 @@ def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> st
     'm=9 n=9 mb=5 nb=3 rsrc=0 csrc=0 grid=2x3 order=row'
     """
     mesh = spec.mesh
+    _VOCABULARY.check(spec)
     if spec.ndim != 2:
-        raise _refuse(f"a tensor of {spec.ndim} dimensions", "it is for matrices")
+        why = f"it is for matrices, not for tensors of {spec.ndim} dimensions"
+        raise _VOCABULARY.refusal(spec, str(spec), why)
     if shape is not None and len(shape) != 2:
         raise NotationError(f"shape {list(shape)} is not that of a matrix; give rows and columns")
-    if spec.partial_axes or spec.only or any(d.is_open or d.priority for d in spec.dim_specs):
-        raise _refuse(f"`{spec}`", "every element is on one process, and there are no marks")
     lengths = (None, None) if shape is None else tuple(shape)
     rules = [_find_block_cyclic(spec, dim, length) for dim, length in enumerate(lengths)]
     axes = [dim.axes[0].name for dim in spec.dim_specs]
     if sorted(axes) != sorted(mesh.axis_names):
-        raise _refuse(
-            f"`{spec}` over the mesh {mesh.text}", "it has no copies; use every axis of the mesh"
-        )
+        why = f"it has no copies; use every axis of the mesh {mesh.text}"
+        raise _VOCABULARY.refusal(spec, str(spec), why)
     ranks = np.array(mesh.devices).reshape(mesh.shape)
-    # The text has rows first, whichever axis of the mesh cuts them.
+    # The text has rows first, whichever axis of the mesh shards them.
     ranks = ranks if axes == list(mesh.axis_names) else ranks.T
     sizes = "" if shape is None else f"m={shape[0]} n={shape[1]} "
     return (
@@ -343,11 +343,9 @@ def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> st
 def _find_block_cyclic(spec: ShardingSpec, dim: int, length: int | None) -> BlockCyclic:
     """Return the rule of a dimension as a block-cyclic rule."""
     levels = spec.dim_specs[dim].levels
-    if len(levels) != 1 or len(levels[0].axes) != 1 or not levels[0].axes[0].is_full:
-        raise _refuse(
-            f"`{spec.dim_specs[dim]}` of dimension {dim}",
-            "each dimension is cut over one whole axis of the grid",
-        )
+    if len(levels) != 1 or len(levels[0].axes) != 1:
+        why = "every dimension is sharded over a single axis of the grid"
+        raise _VOCABULARY.refusal(spec, str(spec.dim_specs[dim]), why)
     rule = levels[0].rule
     if isinstance(rule, BlockCyclic):
         return rule
@@ -359,23 +357,17 @@ def _find_block_cyclic(spec: ShardingSpec, dim: int, length: int | None) -> Bloc
         found = BlockCyclic(runs[0][1] - runs[0][0] if runs else 1)
         if found.table(length, parts) is table:
             return found
-    raise _refuse(
-        f"the rule `{rule.text or 'ceil'}` of dimension {dim}",
-        "blocks are dealt in turn; give a shape, for which other cuts may be the same"
-        if length is None
-        else f"for length {length} its blocks are not dealt in turn",
-    )
+    why = "blocks are assigned in turn; give a shape, for which other rules may be equal"
+    if length is not None:
+        why = f"for length {length} its blocks are not assigned in turn"
+    raise _VOCABULARY.refusal(spec, str(levels[0]), why)
 
 
 def _write_grid(ranks: list[list[int]]) -> str:
-    """`grid=2x3 order=row`, or every rank where they are in neither order."""
+    """Return `grid=2x3 order=row`, or every rank if they are in neither order."""
     rows, columns = len(ranks), len(ranks[0])
     for order in ORDERS:
         devices = [rank for row in ranks for rank in row]
         if process_grid(rows, columns, order).devices == tuple(devices):
             return f"grid={rows}x{columns} order={order}"
     return f"grid={ranks}".replace(" ", "")
-
-
-def _refuse(part: str, because: str) -> NotationError:
-    return NotationError(f"a ScaLAPACK descriptor cannot express {part}: {because}")

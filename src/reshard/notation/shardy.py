@@ -11,7 +11,7 @@
 
 Read as well are `@cluster = <...>` without `sdy.mesh`, as the documents of Shardy and nabla
 write it, a mesh written in a sharding's place (`<mesh<["x"=2]>, [{"x"}]>`), the sharding
-without `#sdy.sharding`, and its list of dimensions alone. Dimensions are cut by ceil.
+without `#sdy.sharding`, and its list of dimensions alone. Dimensions are sharded by ceil.
 
 Shardy's verifier accepts all that is written: adjacent sub-axes joined, a sub-axis
 that is a whole axis called by its name, replicated and unreduced axes in the order of the mesh.
@@ -44,7 +44,7 @@ _VOCABULARY = Vocabulary(
 def parse_shardy(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """Return the sharding that a Shardy text writes.
+    """Return the sharding that a Shardy text describes.
 
     Args:
         text: a sharding, after the meshes it may refer to.
@@ -61,19 +61,19 @@ def parse_shardy(
     >>> print(parse_shardy('@m = <["a"=2, "b"=2]>  <@m, [{"b", "a"}]>'))
     b a
     """
-    with reading("Shardy", text):
+    with reading("Shardy text", text):
         scanner = Scanner(text)
         meshes: dict[str, DeviceMesh] = {}
         while scanner.looks_at(r"sdy\.mesh\b|#sdy\.mesh\b|@"):
             found = _read_mesh_definition(scanner)
             if found.name in meshes:
-                raise NotationError(f"mesh @{found.name} is written twice; give each its own name")
+                raise NotationError(f"mesh @{found.name} occurs twice; give each mesh its own name")
             meshes[found.name] = found
         return _read_sharding(scanner, meshes, mesh, shape)
 
 
 def parse_shardy_mesh(text: str) -> DeviceMesh:
-    """Return the mesh that a Shardy text writes; it is called `mesh` where the text gives no name.
+    """Return the mesh that a Shardy text describes; it is called `mesh` if the text has no name.
 
     Raises:
         NotationError: text that cannot be read.
@@ -84,7 +84,7 @@ def parse_shardy_mesh(text: str) -> DeviceMesh:
     >>> parse_shardy_mesh('sdy.mesh @m = <["a"=2, "b"=2], device_ids=[0, 2, 1, 3]>').devices
     (0, 2, 1, 3)
     """
-    with reading("Shardy", text):
+    with reading("Shardy text", text):
         scanner = Scanner(text)
         mesh = _read_mesh_definition(scanner)
         scanner.expect_end()
@@ -118,7 +118,7 @@ def _read_mesh(scanner: Scanner, name: str) -> DeviceMesh:
     if axes and sorted(mesh.devices) != list(range(mesh.size)):
         raise MeshError(
             f"device_ids {list(mesh.devices)} of a mesh of {mesh.size} devices; each of 0 to "
-            f"{mesh.size - 1} must be there once"
+            f"{mesh.size - 1} must occur once"
         )
     return mesh
 
@@ -152,7 +152,7 @@ def _read_sharding(
         while scanner.accept(","):
             word, reduction, axes = _read_mark(scanner)
             if word in marks:
-                raise NotationError(f"{word}={{...}} is written twice; give its axes at once")
+                raise NotationError(f"{word}={{...}} occurs twice; give its axes at once")
             marks[word] = reduction, axes
         scanner.expect(">")
     scanner.expect_end()
@@ -166,8 +166,8 @@ def _read_sharding(
         dims = [DimSpec()] * len(shape)
     if shape is not None and len(dims) != len(shape):
         raise NotationError(
-            f"{len(dims)} dimensions for a tensor of shape {list(shape)}; write {{}} for one that "
-            "is not cut"
+            f"{len(dims)} dimensions for a tensor of shape {list(shape)}; write {{}} for a "
+            "dimension that is not sharded"
         )
     reduction, unreduced = marks.get("unreduced", ("sum", []))
     return ShardingSpec(
@@ -182,9 +182,7 @@ def _read_sharding(
 def _read_mesh_of_sharding(
     scanner: Scanner, meshes: dict[str, DeviceMesh], given: DeviceMesh | None
 ) -> DeviceMesh | None:
-    """Return the mesh in the sharding, the one of that name in the text, or the one that was
-    given.
-    """
+    """Return the mesh of a sharding: its own, that of its name in the text, or the given mesh."""
     name = scanner.symbol()
     if name is None:
         if not scanner.accept("mesh"):
@@ -235,7 +233,7 @@ def _read_axis(scanner: Scanner) -> Axis:
     scanner.expect(")")
     axis = Axis(name, pre, scanner.number())
     if axis.size == 1:
-        raise NotationError(f"sub-axis {axis} has size 1 and cuts nothing; leave it out")
+        raise NotationError(f"sub-axis {axis} has size 1 and shards nothing; leave it out")
     return axis
 
 
@@ -249,8 +247,7 @@ def _read_mark(scanner: Scanner) -> tuple[str, str, list[Axis]]:
 
 
 def shardy_text(spec: ShardingSpec) -> str:
-    """Return the canonical attribute of a sharding. Its mesh is separate, and referred to by its
-    name.
+    """Return the canonical attribute of a sharding, which refers to its mesh by name.
 
     Raises:
         NotationError: a part of the sharding that Shardy cannot express, such as a cut rule.
