@@ -44,6 +44,8 @@ TAGS = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_type_has_one_object_and_one_width(name: str) -> None:
+    if name == "complex32" and not hasattr(ml_dtypes, name):
+        pytest.skip("this ml_dtypes has no complex32")
     value = dtype(name)
     assert value.name == name == str(value)
     assert dtype(value) is value

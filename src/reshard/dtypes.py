@@ -141,11 +141,14 @@ def _type_spelling(value: type) -> str:
             f"widths. Expected an explicit one, such as "
             f"{_EXPLICIT_WIDTHS[value.__name__]}"
         )
+    # NumPy before 2.3 reads an abstract type as its widest concrete type, with a warning.
+    if value in _ABSTRACT_TYPES:
+        return value.__name__
     try:
         result = np.dtype(value)
     except TypeError:
         return value.__name__
-    # Older NumPy reads an abstract type such as np.floating as its widest concrete type.
+    # NumPy reads a class derived from np.float64 as float64.
     if issubclass(value, np.generic) and result.type is not value:
         return value.__name__
     return _numpy_spelling(result)
@@ -215,6 +218,12 @@ _SUB_BYTE_SPELLINGS = frozenset(
     + ["quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "nf4", "fp4", "mxfp4", "nvfp4"]
 )
 
+_ABSTRACT_TYPES = frozenset(
+    {
+        *(np.generic, np.number, np.integer, np.signedinteger, np.unsignedinteger),
+        *(np.inexact, np.floating, np.complexfloating, np.flexible, np.character),
+    }
+)
 _NUMPY_NAMES = frozenset(name for name, _, _ in _NUMPY_TYPES)
 
 # NumPy lacks a 16-byte integer; a void of that width copies and compares as bytes too.
