@@ -22,7 +22,7 @@ USER_EXTRAS = ("checkpoint", "cli", "planning", "spmd", "s3", "hf", "torch")
 NEWEST = (".[test,site]", "build", "twine")
 TEST_TOOLS = (
     *("flask", "flask-cors", "hypothesis", "ml_dtypes", "moto[s3]", "pytest", "pytest-xdist"),
-    *("safetensors", "tensorstore"),
+    *("safetensors", "setuptools", "tensorstore"),
 )
 
 
