@@ -250,7 +250,9 @@ def compare(
 
     found: dict[int, tuple[int, int, int]] = {}
     total, done = int(mine.tensor_bytes[rows].sum()), 0
-    results = run_in_threads(blocks.batches(rows, batch_bytes), work, new_memory, threads)
+    numbers = blocks.work_items.blocks_of(rows)
+    batches = blocks.work_items.batches(numbers, batch_bytes)
+    results = run_in_threads(batches, work, new_memory, threads)
     try:
         # Some formats can only store tensors: then missing values are not a difference.
         holds_items = all(_can_hold(item.format, Capability.ITEMS) for item in (a, b))
@@ -267,7 +269,9 @@ def compare(
         for batch, digests_of_batch, unlike in results:
             blocks.note(batch.numbers, digests_of_batch)
             for number, count, first in unlike:
-                row, block = blocks.place(number)
+                (row,), (block,) = (
+                    column.tolist() for column in blocks.work_items.places(np.array([number]))
+                )
                 # Blocks arrive in the order in which they are finished, so the first difference is
                 # the smallest (block, element).
                 before, first_block, first_at = found.get(row, (0, math.inf, 0))
@@ -275,7 +279,7 @@ def compare(
                 found[row] = (before + count, int(earliest[0]), int(earliest[1]))
             done += batch.size_bytes
             if progress is not None:
-                progress(Progress(done, total, 0, blocks.last_name(batch)))
+                progress(Progress(done, total, 0, blocks.work_items.last_name(batch)))
     finally:
         # Stop the threads before closing the files that they read.
         results.close()
@@ -484,13 +488,14 @@ def check_digests(
     total, done = int(columns.tensor_bytes[rows].sum()), 0
     batch_bytes = blocks.work_items.batched_bytes
     size = reader.workspace_size(rows).with_batches(batch_bytes)
-    results = run_in_threads(blocks.batches(rows, batch_bytes), work, size.new_workspace, threads)
+    batches = blocks.work_items.batches(blocks.work_items.blocks_of(rows), batch_bytes)
+    results = run_in_threads(batches, work, size.new_workspace, threads)
     try:
         for batch, digests in results:
             blocks.note(batch.numbers, digests)
             done += batch.size_bytes
             if progress is not None:
-                progress(Progress(done, total, 0, blocks.last_name(batch)))
+                progress(Progress(done, total, 0, blocks.work_items.last_name(batch)))
         damaged += [
             _describe_damaged_range(damaged_range, found)
             for damaged_range, found in damaged_ranges(own, seen, files)

@@ -168,7 +168,10 @@ def expect_equal_copies(
     check = check or checkpoint.check_copies
     if check == "none":
         return checkpoint
-    passed = _Index.of(checkpoint).passed.setdefault(check, set())
+    index = _Index.of(checkpoint)
+    if not index.has_copies and not index.lost:
+        return checkpoint
+    passed = index.passed.setdefault(check, set())
     names = checkpoint.tensors if names is None else names
     names = [name for name in names if name not in passed]
     if not names:
@@ -279,6 +282,8 @@ def list_read_checksums(checkpoint: Checkpoint) -> tuple[StoredChecksum, ...]:
     A reader of whole tensors takes each element from a single copy. The checksums of the other
     copies are compared with that copy's, without reading the copies.
     """
+    if not checkpoint.checksums:
+        return ()
     index = _Index.of(checkpoint)
     columns = index.columns
     read = {
@@ -289,7 +294,7 @@ def list_read_checksums(checkpoint: Checkpoint) -> tuple[StoredChecksum, ...]:
         for number, kind in enumerate(columns.kinds)
         if _has_copies(kind)
     }
-    if not checkpoint.checksums or not read:
+    if not read:
         return checkpoint.checksums
     skipped: set[tuple[str, int]] = set()
     needed: set[tuple[str, int]] = set()
@@ -429,6 +434,7 @@ class _Index:
             else ()
             for number, kind in enumerate(self.columns.kinds)
         ]
+        self.has_copies = any(self._copies)
         # The ranges of files that have a checksum: start, size and checksum, by start.
         self._storages: dict[str, list[tuple[int, int, int]]] = {}
         for checksum in checkpoint.checksums:
@@ -458,9 +464,9 @@ class _Index:
 
     def list_groups(self, names: Iterable[str] | None) -> Iterator[_Group]:
         """Yield the parts of the named tensors, or of all, that several ranks hold."""
-        columns, digests = self.columns, self.columns.digests
-        if not any(self._copies):
+        if not self.has_copies:
             return
+        columns, digests = self.columns, self.columns.digests
         rows = range(len(columns)) if names is None else columns.rows(names).tolist()
         for row in rows:
             number, first = int(columns.kind[row]), int(columns.first[row])

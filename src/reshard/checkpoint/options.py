@@ -14,6 +14,7 @@ command's options from it, and `tools/options_page.py` a page and the types of k
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import threading
@@ -160,15 +161,6 @@ class Options(Record):
             value, choices = getattr(self, name), self.declared_fields[name].metadata["choices"]
             if value is not None and value not in choices:
                 raise UsageError(f"{name} {value!r}; expected one of {', '.join(choices)}")
-
-    def list_recorded(self) -> dict[str, Any]:
-        """Return the options that the journal of a run has, with their values."""
-        recorded = {}
-        for name, field in self.declared_fields.items():
-            when, value = field.metadata.get("recorded"), getattr(self, name)
-            if when == "always" or (when == "given" and value != field.default):
-                recorded[name] = value
-        return recorded
 
 
 def find_options(options: type[Options]) -> dict[str, dataclasses.Field[Any]]:
@@ -625,6 +617,21 @@ class ConversionRequest(Options):
             self._check_format()
             self._check_placement()
 
+    def list_recorded(self) -> dict[str, Any]:
+        """Return the options that the journal of a run has; engines' layouts as digests."""
+        recorded = {}
+        for name, field in self.declared_fields.items():
+            when, value = field.metadata.get("recorded"), getattr(self, name)
+            if when == "always" or (when == "given" and value != field.default):
+                recorded[name] = value
+        for name in ("layout", "source_layout"):
+            if name in recorded:
+                from reshard.plans.serialization import to_json
+
+                text = to_json(recorded[name]).encode()
+                recorded[name] = hashlib.blake2b(text, digest_size=16).hexdigest()
+        return recorded
+
     def _check_exclusive(self) -> None:
         """Refuse options that exclude each other whatever the target is."""
         if self.dequantize and self.quantize is not None:
@@ -653,10 +660,9 @@ class ConversionRequest(Options):
 
     def _check_kept(self) -> None:
         """Refuse options that need a mesh if the request lacks a mesh."""
-        is_for_names = any(isinstance(item, str) for item in (self.source_names, self.target_names))
         given = {
             "rules": bool(self.rules),
-            "a recipe": self.has_recipe and not is_for_names,
+            "a recipe": self.has_recipe and not self.has_conventions,
             "a strategy": self.strategy is not None,
         }
         for what, is_given in given.items():
@@ -687,10 +693,10 @@ class ConversionRequest(Options):
             )
         object.__setattr__(self, "to", layout.mesh)
 
-    @property
+    @cached_property
     def selection(self) -> TensorSelection:
         """The selected part of the source, and its names."""
-        return _select(self)
+        return TensorSelection(*(getattr(self, name) for name in SELECTION_OPTIONS))
 
     @property
     def training_style(self) -> TrainingStyle | None:
@@ -711,7 +717,6 @@ class ConversionRequest(Options):
         return cast("EngineLayout | None", self.source_layout)
 
     def _check_format(self) -> None:
-
         from reshard.checkpoint.formats.format import Capability
 
         holds = self.target_format.capabilities
@@ -743,9 +748,7 @@ class ConversionRequest(Options):
             placed_by = "to 'full'"
             _refuse(self.strategy is not None, placed_by, "a strategy")
         _refuse(bool(self.rules), placed_by, "rules")
-        # A recipe may only supply names for these options; a table supplies its own names.
-        is_for_names = any(isinstance(item, str) for item in (self.source_names, self.target_names))
-        _refuse(self.has_recipe and not is_for_names, placed_by, "a recipe")
+        _refuse(self.has_recipe and not self.has_conventions, placed_by, "a recipe")
 
     @cached_property
     def _parsed_target(self) -> tuple[DeviceMesh | None, int | None]:
@@ -760,16 +763,6 @@ class ConversionRequest(Options):
             )
             return mesh, ranks
         return order_axes(mesh, self.mesh_order), ranks
-
-    @property
-    def order_notes(self) -> tuple[str, ...]:
-        """A note if the ranks are not counted in the order of the axes in `to`."""
-        if self.mesh is None or not isinstance(self.to, str) or "=" not in self.to:
-            return ()
-
-        from reshard.recipes.rank_order import describe_order
-
-        return describe_order(self.mesh, DeviceMesh.parse(self.to))
 
     @property
     def _target(self) -> Target:
@@ -800,15 +793,9 @@ class ConversionRequest(Options):
         """Whether the strategy is the recipe of the source's config.json."""
         if self.strategy is None:
             return False
-
         from reshard.recipes.strategies import by_recipe, strategy
 
         return strategy(self.strategy).function is by_recipe
-
-    @property
-    def recipe_is_for_model(self) -> bool:
-        """Whether a recipe for a model is used, for its names or for its rules."""
-        return self.has_recipe or self.is_by_recipe or isinstance(self.target_names, str)
 
     @property
     def has_recipe(self) -> bool:
@@ -816,13 +803,9 @@ class ConversionRequest(Options):
         return self.recipe is not None and self.recipe != NO_RECIPE
 
     @property
-    def lacks_rules(self) -> bool:
-        """Whether the target is a mesh without rules, a recipe or a strategy."""
-        is_given = self.recipe is not None or self.rules or self.strategy is not None
-        # Formats that determine all layouts use a recipe only for its names.
-        names = self.source_names, self.target_names
-        needs_rules = not self.target_format.shards_itself or any(isinstance(n, str) for n in names)
-        return self.is_by_rules and needs_rules and not is_given
+    def has_conventions(self) -> bool:
+        """Whether names are a recipe's conventions; a table supplies its own names."""
+        return any(isinstance(names, str) for names in (self.source_names, self.target_names))
 
     @property
     def keeps_layouts(self) -> bool:
@@ -868,15 +851,19 @@ class ConversionRequest(Options):
         """
         if self.replicas is not None:
             return self.replicas
-
         from reshard.checkpoint.formats.format import Capability
 
         return "every" if Capability.REPLICAS in self.target_format.capabilities else "once"
 
     @property
     def parsed_rules(self) -> tuple[Rule, ...]:
-        """The rules."""
-        return parse_rules(self.rules)
+        """The rules, which were parsed when the request was created."""
+        return cast("tuple[Rule, ...]", self.rules)
+
+    @property
+    def recipe_options(self) -> dict[str, str]:
+        """The options of the recipe by name, which were parsed when the request was created."""
+        return cast("dict[str, str]", self.options)
 
 
 def _repeat(options: type[Options], name: str) -> Any:
@@ -928,10 +915,10 @@ class CompareOptions(Options):
             check_int(self.threads, "threads", minimum=1)
         _read_selection(self)
 
-    @property
+    @cached_property
     def selection(self) -> TensorSelection:
         """The selected part of the left side, and its names."""
-        return _select(self)
+        return TensorSelection(*(getattr(self, name) for name in SELECTION_OPTIONS))
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -975,13 +962,9 @@ class DiffOptions(Options):
             check_int(self.threads, "threads", minimum=1)
 
 
-def _select(options: ConversionRequest | CompareOptions) -> TensorSelection:
-    return TensorSelection(*(getattr(options, name) for name in SELECTION_OPTIONS))
-
-
 def _read_selection(options: ConversionRequest | CompareOptions) -> None:
     """Check the options that select and rename tensors, and make them tuples."""
-    for name, value in zip(SELECTION_OPTIONS, _select(options).astuple(), strict=True):
+    for name, value in zip(SELECTION_OPTIONS, options.selection.astuple(), strict=True):
         object.__setattr__(options, name, value)
 
 

@@ -29,7 +29,7 @@ from reshard.checkpoint.blocks.block_io import OpenFiles, Watch
 from reshard.checkpoint.blocks.grid import block_digest, tensor_digest
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredItem
 from reshard.checkpoint.copy_checks import list_read_checksums
-from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
+from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.checkpoint.storage.local_files import SourceFile, TargetFile
 from reshard.checkpoint.storage.range_checksums import RangeChecksums, crc32
 from reshard.errors import DigestError, RunError
@@ -41,7 +41,11 @@ ChecksumState = tuple[_Seen, _Seen]
 
 
 class ChecksumTracker:
-    """Tracks the checksums and items of a run's files; does nothing if the files have neither."""
+    """Tracks the checksums and items of a run's files; does nothing if the files have neither.
+
+    `watch_source` and `watch_target` are called with every range that is read or written; they are
+    None if nothing is checked.
+    """
 
     def __init__(self, source: Checkpoint, write_plan: WritePlan, content: Path) -> None:
         self._source = source
@@ -49,25 +53,10 @@ class ChecksumTracker:
         self._content = content
         self._checksums = list_read_checksums(source)
         self._read = source_checksums(self._checksums)
-        self._written = RangeChecksums(
-            {file.stored.name: file.checked_ranges for file in _list_checked(write_plan)}
-        )
-
-    @staticmethod
-    def expect_library(source: Checkpoint, write_plan: WritePlan) -> None:
-        """Raise MissingExtraError if there are checksums and the library for them is missing."""
-        if source.checksums or _list_checked(write_plan):
-            crc32(b"")
-
-    @property
-    def watch_source(self) -> Watch | None:
-        """The function to call with every range that is read, or None if nothing is checked."""
-        return self._read.add if self._read.ranges else None
-
-    @property
-    def watch_target(self) -> Watch | None:
-        """The function to call with every range that is written, or None if nothing is checked."""
-        return self._written.add if self._written.ranges else None
+        ranges = {file.stored.name: file.checked_ranges for file in write_plan.files}
+        self._written = RangeChecksums({name: own for name, own in ranges.items() if own})
+        self.watch_source: Watch | None = self._read.add if self._read.ranges else None
+        self.watch_target: Watch | None = self._written.add if self._written.ranges else None
 
     def state(self) -> ChecksumState:
         """Return the checksums of this process, for `merge` in process 0."""
@@ -125,7 +114,8 @@ class ChecksumTracker:
         whole = {file.stored.name for file in self._write_plan.files}.difference(spread)
         with contextlib.closing(self.staged()) as staged:
             self.close_targets(targets, whole, staged)
-        self.close_targets(targets, spread)
+        if spread:
+            self.close_targets(targets, spread)
         return digests
 
     def staged(self) -> OpenFiles[SourceFile]:
@@ -180,10 +170,6 @@ def late_ranges(write_plan: WritePlan) -> dict[str, list[tuple[int, int]]]:
         for start, content in file.closing_bytes(lambda start, size: 0):
             ranges.setdefault(file.stored.name, []).append((start, start + len(content)))
     return ranges
-
-
-def _list_checked(write_plan: WritePlan) -> list[NewFile]:
-    return [file for file in write_plan.files if file.checked_ranges]
 
 
 def source_checksums(checksums: Iterable[StoredChecksum]) -> RangeChecksums:

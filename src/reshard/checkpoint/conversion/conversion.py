@@ -27,7 +27,6 @@ from reshard.checkpoint.changes.computed_tensors import (
     split_casts,
 )
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.conversion.checksums import ChecksumTracker
 from reshard.checkpoint.conversion.work_items import WorkItems
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.opening import read_config
@@ -36,6 +35,7 @@ from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.checkpoint.options import DEFAULT_EXTRA_BYTES, ConversionRequest, check_limits
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.checkpoint.storage.permissions import ModeLimits, find_mode_limits
+from reshard.checkpoint.storage.range_checksums import crc32
 from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.remote_paths import as_path
 from reshard.elements import CastCounts
@@ -67,9 +67,9 @@ class Conversion(Record):
         computed: tensors that are not moved as they are, by name.
         rewritten: other files whose content is not the source's, or that come from
             elsewhere: the content of each, or where it is copied from.
-        is_single_file: whether the target is its only file, and no folder.
         apart: tensors with digests that are parts of other tensors in the target.
         digest_hint: a possible cause of a wrong digest other than damage.
+        single_file: the name of the file that the target is; None if the target is a folder.
     """
 
     source: Checkpoint
@@ -82,7 +82,7 @@ class Conversion(Record):
     rewritten: Mapping[str, bytes | Path] = field(default_factory=dict)
     apart: tuple[StoredTensor, ...] = ()
     digest_hint: str = ""
-    is_single_file: bool = False
+    single_file: str | None = None
 
     @property
     def arrangement(self) -> WritePlan:
@@ -97,20 +97,12 @@ class Conversion(Record):
         """The format of the target."""
         return self.request.target_format
 
-    @property
-    def single_file(self) -> str | None:
-        """The name of the file that the target is; None if the target is a folder."""
-        return self.write_plan.files[0].stored.name if self.is_single_file else None
-
     @cached_property
     def companions(self) -> Mapping[str, bytes | Path]:
         """The files without tensors: the content of each, or the path from which it is copied."""
-        return {} if self.is_single_file else self._own_companions
-
-    @cached_property
-    def _own_companions(self) -> Mapping[str, bytes | Path]:
-        carried = {name: self.source.path(name) for name in self.source.carried}
-        return {**carried, **self.rewritten}
+        if self.single_file is not None:
+            return {}
+        return {name: self.source.path(name) for name in self.source.carried} | {**self.rewritten}
 
     @property
     def written_names(self) -> frozenset[str]:
@@ -188,33 +180,26 @@ class Conversion(Record):
         return tuple(losses)
 
     @property
-    def uncopied(self) -> tuple[str, ...]:
-        """A note of other files that the target does not get, if there are any."""
-        left_out = self.source.left_out
-        files = [f"{name} ({why})" for name, why in left_out[:_MAX_FILES]]
-        more = len(left_out) - len(files)
-        note = f"not copied, of the files beside the tensors: {', '.join(files)}"
-        rest = f", and {more} more, which `reshard inspect` lists" if more else ""
-        notes = [note + rest] if files else []
-        if self.is_single_file and self._own_companions:
-            names = ", ".join([*self._own_companions][:_MAX_FILES])
+    def plan_notes(self) -> tuple[str, ...]:
+        """Notes on the result for the user, without those about rules and axes of the mesh."""
+        notes = [*self.losses]
+        if left_out := self.source.left_out:
+            files = ", ".join(f"{name} ({why})" for name, why in left_out[:_MAX_FILES])
+            more = len(left_out) - _MAX_FILES
+            rest = f", and {more} more, which `reshard inspect` lists" if more > 0 else ""
+            notes.append(f"not copied, of the files beside the tensors: {files}{rest}")
+        beside = dict.fromkeys((*self.source.carried, *self.rewritten))
+        if self.single_file is not None and beside:
+            names = ", ".join([*beside][:_MAX_FILES])
             notes.append(
                 f"a single file has nothing beside it, so these are not written: {names}; a folder "
                 "as the target gets them"
             )
+        notes += (*self.source.notes, *self.write_plan.notes)
+        if self.assignment is not None:
+            notes += self.assignment.notes
+            notes += (f"not to be computed with: {text}" for text in self.uncomputable)
         return tuple(notes)
-
-    @property
-    def plan_notes(self) -> tuple[str, ...]:
-        """Notes on the result for the user, without those about rules and axes of the mesh."""
-        return (
-            *self.losses,
-            *self.uncopied,
-            *self.source.notes,
-            *self.write_plan.notes,
-            *(self.assignment.notes if self.assignment else ()),
-            *(f"not to be computed with: {text}" for text in self.uncomputable),
-        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -346,12 +331,12 @@ class Conversion(Record):
                 f"a memory limit of {extra_bytes} bytes; one thread needs {self.workspace_bytes} "
                 "for one block of the largest tensor, give at least that"
             )
-        return min(fit, choose_threads(most, *self.folders))
+        return min(fit, choose_threads(most, self.source.folder, self.target))
 
     def expect_runnable(
         self, extra_bytes: int = DEFAULT_EXTRA_BYTES, most_threads: int | None = None
-    ) -> None:
-        """Raise the errors for which a run is refused, except for its target's.
+    ) -> int:
+        """Return `threads`, and raise the errors for which a run is refused, except its target's.
 
         `Staging.check` checks the target.
 
@@ -359,14 +344,12 @@ class Conversion(Record):
             UsageError: too small a memory limit.
             MissingExtraError: a library is not installed.
         """
-        self.threads(extra_bytes, most_threads)
+        threads = self.threads(extra_bytes, most_threads)
+        # Both import a library when they are first called.
         blocks.block_digest(b"")
-        ChecksumTracker.expect_library(self.source, self.write_plan)
-
-    @property
-    def folders(self) -> tuple[Path, Path]:
-        """The folders of the source and of the target."""
-        return self.source.folder, self.target
+        if self.source.checksums or any(file.checked_ranges for file in self.write_plan.files):
+            crc32(b"")
+        return threads
 
     def extra_bytes(
         self, extra_bytes: int = DEFAULT_EXTRA_BYTES, most_threads: int | None = None

@@ -23,7 +23,6 @@ Each step takes the result of the previous step:
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shlex
 from collections.abc import Iterable, Mapping
@@ -86,11 +85,13 @@ from reshard.recipes.library import (
 )
 from reshard.recipes.naming import Fusion, make_fused_spec
 from reshard.recipes.overrides import IDLE_AXES
+from reshard.recipes.rank_order import describe_order
 from reshard.recipes.recipe import REPLICA_AXES, Recipe, parse_options
 from reshard.recipes.rules import Rule
 from reshard.system import release_freed_memory
 
 if TYPE_CHECKING:
+    from reshard.checkpoint.changes.computed_tensors import ComputedTensor
     from reshard.checkpoint.keywords import RequestArguments
 
 
@@ -114,62 +115,74 @@ def plan_conversion(
         UsageError: arguments that contradict each other; a target inside the source.
         RunError: a target that the system does not let us look at.
     """
+    # 1. The source, and the selected tensors of it.
     request = ConversionRequest.of(request, arguments)
-    checkpoint, target = open_apart(source, target)
-    request = keep_target_by_default(request, checkpoint)
-    checkpoint = _decode_items(request, checkpoint)
-    whole, checkpoint = checkpoint, take_source(request, checkpoint)
+    whole, target = open_apart(source, target)
+    if request.to is None:
+        request = _keep_target(request, whole)
+    whole = _decode_items(request, whole)
+    checkpoint = take_source(request, whole)
     checkpoint.expect_readable()
     checkpoint = expect_equal_copies(
         checkpoint, check=request.check_copies, allow=tuple(request.allow)
     )
     request = choose_recipe_by_default(request, checkpoint)
+    # 2. Training state, names and elements.
     translated = _translate(request, checkpoint)
     named = name_source(request, translated.checkpoint)
     apart = find_absorbed(translated.checkpoint.tensors, named.checkpoint.tensors)
-    checked = _check_architecture(request, named, whole)
+    checked: tuple[str, ...] = ()
+    if named.recipe is not None:
+        checked = _check_architecture(request, named, named.recipe, whole)
     resolved = _resolve(request, named)
-    changed = _change_elements(request, named.checkpoint)
+    computed: Mapping[str, ComputedTensor] = translated.computed
+    rewritten: Mapping[str, bytes] = {}
     if request.changes_elements:
+        changed = _change_elements(request, named.checkpoint)
         named = named.replaced_by(changed.checkpoint)
-    if translated.computed:
-        computed = {**translated.computed, **changed.computed}
-        changed = changed.replace(computed=computed)
-    changed = add_copies(changed, request.target_format.copies(changed.checkpoint))
-    named = named.replace(checkpoint=changed.checkpoint)
+        # Casts of very many tensors are one object, of which a dict would take much memory.
+        computed = {**computed, **changed.computed} if computed else changed.computed
+        rewritten = changed.rewritten
+    else:
+        named = named.replace(checkpoint=note_unscaled(named.checkpoint, read_config))
+    if copies := request.target_format.copies(named.checkpoint):
+        copied = add_copies(ChangedElements(named.checkpoint, computed), copies)
+        named, computed = named.replace(checkpoint=copied.checkpoint), copied.computed
+    # 3. Layouts and files.
     tensors, assignment, placement_notes = place_tensors(request, named)
     release_freed_memory(len(tensors))
     checkpoint = named.checkpoint
-    write_plan, is_single_file = plan_files(request, target, checkpoint, tensors, request.mesh)
-    about_model = _note_model_folder(request, checkpoint)
-    noted = (*request.order_notes, *placement_notes, *checked, *about_model)
+    write_plan, single_file = plan_files(request, target, checkpoint, tensors, request.mesh)
+    notes = [*checkpoint.notes, *_describe_order(request), *placement_notes, *checked]
+    is_model_folder = request.is_whole and request.target_format.name == HuggingFaceFormat.name
+    if is_model_folder and find_training_state(checkpoint) is not None:
+        notes.append(
+            "the target has the optimizer's state too; --for hf writes a model folder for "
+            "from_pretrained of transformers, with the weights alone"
+        )
     return Conversion(
-        checkpoint.replace(notes=(*checkpoint.notes, *noted)),
+        checkpoint.replace(notes=tuple(notes)),
         target,
         write_plan,
         request,
         resolved,
         assignment,
-        changed.computed,
-        changed.rewritten,
-        is_single_file=is_single_file,
-        apart=apart,
+        computed,
+        rewritten,
+        apart,
+        single_file=single_file,
     )
 
 
-def _note_model_folder(request: ConversionRequest, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a note if a user may expect a model folder, and the target has training state too."""
-    is_safetensors = request.target_format.name == HuggingFaceFormat.name
-    if not request.is_whole or not is_safetensors or find_training_state(checkpoint) is None:
+def _describe_order(request: ConversionRequest) -> tuple[str, ...]:
+    """Return a note if the ranks are not counted in the order of the axes in `to`."""
+    if request.mesh is None or not isinstance(request.to, str) or "=" not in request.to:
         return ()
-    return (
-        "the target has the optimizer's state too; --for hf writes a model folder for "
-        "from_pretrained of transformers, with the weights alone",
-    )
+    return describe_order(request.mesh, DeviceMesh.parse(request.to))
 
 
 def _check_architecture(
-    request: ConversionRequest, named: RenamedSource, whole: Checkpoint
+    request: ConversionRequest, named: RenamedSource, recipe: Recipe, whole: Checkpoint
 ) -> tuple[str, ...]:
     """Compare the weights with the model class for which the recipe or the names are made.
 
@@ -178,8 +191,6 @@ def _check_architecture(
     Raises:
         CheckpointError: missing, unknown or misshapen tensors that are not allowed.
     """
-    if named.recipe is None or not request.recipe_is_for_model:
-        return ()
     config, source = read_config(whole), named.by_recipe
     if config is None or "adapter_config" in config or config.get("model_type") is None:
         return ()
@@ -188,7 +199,7 @@ def _check_architecture(
     from reshard.checkpoint.architectures.checking import check_architecture, check_sharded_model
 
     shapes, types = shapes_of(source.tensors), types_of(source.tensors)
-    models = _list_models(source, shapes, types, named.recipe, config)
+    models = _list_models(source, shapes, types, recipe, config)
     left_out = set()
     for name in list_left_out(whole, request.selection):
         for prefix in models.keys() | {""}:
@@ -285,8 +296,8 @@ def plan_files(
     checkpoint: Checkpoint,
     tensors: Mapping[str, PlannedTensor],
     mesh: DeviceMesh | None,
-) -> tuple[WritePlan, bool]:
-    """Return the files of a target, and whether the target is its only file, and no folder.
+) -> tuple[WritePlan, str | None]:
+    """Return the files of a target, and the name of its only file; None if it is a folder.
 
     Args:
         request: the request for the conversion.
@@ -321,7 +332,7 @@ def plan_files(
             f"the target {target} has the name of a file, but {len(write_plan.files)} files would "
             f"be written; give a name without {target.suffix} for a folder"
         )
-    return write_plan, file_name is not None
+    return write_plan, file_name
 
 
 def _find_file_name(request: ConversionRequest, target: Path, source: Checkpoint) -> str | None:
@@ -447,8 +458,6 @@ def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedEle
 
 
 def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
-    if not request.changes_elements:
-        return ChangedElements(note_unscaled(checkpoint, read_config))
     from reshard.checkpoint.changes.adapters import merge_adapters
 
     checkpoint, merged = merge_adapters(checkpoint, request.adapters)
@@ -470,48 +479,30 @@ def _list_optimizer_state(checkpoint: Checkpoint) -> tuple[str, ...]:
     return () if state is None else state.optimizer_names
 
 
-def record_options(request: ConversionRequest) -> dict[str, Any]:
-    """Return the options that the journal of a run has; engines' layouts as digests."""
-    recorded = request.list_recorded()
-    for key in ("layout", "source_layout"):
-        if key in recorded:
-            from reshard.plans.serialization import to_json
-
-            text = to_json(recorded[key]).encode()
-            recorded[key] = hashlib.blake2b(text, digest_size=16).hexdigest()
-    return recorded
-
-
 def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]:
     """Return a request as plain values. Journals on disk have these keys and values."""
-    options = parse_options(request.options)
+    options = sorted(request.recipe_options.items())
     # Entries that depend on the source too, or whose values are not plain.
     plain = {
         "to": request.to_text,
         "rules": tuple(f"{rule.pattern}={rule.spec}" for rule in request.parsed_rules),
         "recipe": named.recipe.name if named.recipe else None,
-        "options": tuple(f"{name}={value}" for name, value in sorted(options.items())),
+        "options": tuple(f"{name}={value}" for name, value in options),
         "replicas": request.stored_replicas,
         "source_names": None if named.from_names is None else named.from_names[0],
         "target_names": None if named.to_names is None else named.to_names[0],
     }
     kept = {"cut": "as the source"} if request.keeps_layouts else {}
-    return {**record_options(request), **plain, **kept}
+    return {**request.list_recorded(), **plain, **kept}
 
 
-def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -> ConversionRequest:
-    """Return the request, with the source's mesh and format if it does not specify a target.
-
-    Args:
-        request: the request for a conversion.
-        checkpoint: its source.
+def _keep_target(request: ConversionRequest, checkpoint: Checkpoint) -> ConversionRequest:
+    """Return a request without a target, with the mesh and the format of its source.
 
     Raises:
         UsageError: a source of a format that reshard does not write; a sharded source together with
             new names, or with elements of other shapes.
     """
-    if request.to is not None:
-        return request
     name = request.format or checkpoint.format
     format = find_format(name)
     if format is None or name not in written_names():
@@ -572,7 +563,13 @@ def choose_recipe_by_default(
         UsageError: the mesh has an axis to shard over, and no recipe fits config.json.
     """
     mesh = request.mesh
-    if mesh is None or not (request.lacks_rules or request.recipe == AUTO):
+    if mesh is None:
+        return request
+    is_given = request.recipe is not None or request.rules or request.strategy is not None
+    # Formats that determine all layouts use a recipe only for its names.
+    needs_rules = not request.target_format.shards_itself or request.has_conventions
+    lacks_rules = request.is_by_rules and needs_rules and not is_given
+    if not lacks_rules and request.recipe != AUTO:
         return request
     config = read_config(checkpoint)
     if config is not None and choose_recipe(config) is not None:
@@ -769,7 +766,7 @@ def _expect_kept(source: Checkpoint, layouts: Mapping[str, Layout]) -> None:
 
 
 def _expect_no_options(request: ConversionRequest, reader: str) -> None:
-    for name, value in parse_options(request.options).items():
+    for name, value in request.recipe_options.items():
         check_used(f"the option {name}={value}", False, reader)
 
 
@@ -788,8 +785,9 @@ def _place_by_rules(
     recipe, by_recipe = source.recipe, source.by_recipe
     assignment = assign_tensors(by_recipe, mesh, request.parsed_rules, recipe, request.allow)
     _expect_used_axes(assignment, mesh, recipe, request.allow)
-    if recipe is not None and (options := parse_options(request.options)):
-        recipe.expect_options_read(options, mesh, {*assignment.matched.values()})
+    if recipe is not None and request.recipe_options:
+        matched = {*assignment.matched.values()}
+        recipe.expect_options_read(request.recipe_options, mesh, matched)
     storage_axes = recipe.map_axes(mesh).get("fsdp", ()) if recipe is not None else ()
     shapes, types = shapes_of(by_recipe.tensors), types_of(source.checkpoint.tensors)
     own_shapes = shapes_of(source.checkpoint.tensors)

@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -121,12 +122,12 @@ class _ConversionRun:
         self.source_digests = SourceDigests(sources, conversion.apart)
         self.checksums = ChecksumTracker(conversion.source, write_plan, staging.content)
         self.reader, self.writer = self._open(self.checksums)
-        self.unseen = self._open(None)
         self.finished = np.zeros(work_items.count, dtype=bool)
-        self.blocks = HostBlocks.alone(self.finished)
+        self.blocks: HostBlocks
         self.digests = BlockDigests(work_items)
         self.size_bytes = int(work_items.target.tensor_bytes.sum())
-        self._note_journal(staging.finished)
+        if staging.resumed:
+            self._note_journal(staging.finished)
         self.resumed_bytes = self.finished_bytes
         self.threads = threads
         self.by_process: tuple[tuple[int, int], ...] = ((0, 0),)
@@ -134,6 +135,11 @@ class _ConversionRun:
         self.counts = CastCounts()
         self.notes: tuple[str, ...] = ()
         self._lock = threading.Lock()
+
+    @cached_property
+    def unseen(self) -> tuple[ChangedReader, BlockWriter]:
+        """The reader and the writer of blocks that count for checksums on another host."""
+        return self._open(None)
 
     def _open(self, checksums: ChecksumTracker | None) -> tuple[ChangedReader, BlockWriter]:
         """Return the reader and the writer of blocks, which also update checksums."""
@@ -170,7 +176,7 @@ class _ConversionRun:
         """Create the files, and send the other processes the set of blocks that are done."""
         if self.staging.is_owner:
             self._make_files()
-            if not self.staging.is_untouched and self.finished.any():
+            if self.finished.any() and not self.staging.is_untouched:
                 self._compare_staged()
         if self.upload is not None:
             self.upload.begin(
@@ -179,8 +185,9 @@ class _ConversionRun:
         # A bit for each block keeps the message to the other processes small.
         packed = self.here.share(np.packbits(self.finished))
         self.finished[:] = np.unpackbits(packed, count=len(self.finished)).astype(bool)
-        self.blocks = HostBlocks.alone(self.finished)
-        if self.upload is not None:
+        if self.upload is None:
+            self.blocks = HostBlocks.alone(self.finished)
+        else:
             self.blocks = self.upload.divide(self.finished)
             self.upload.expect(self.blocks.numbers, self._share(self.blocks.numbers))
         self.resumed_bytes = self.work_items.size_bytes(np.flatnonzero(self.blocks.is_known))
@@ -232,7 +239,7 @@ class _ConversionRun:
 
         with contextlib.closing(self.checksums.staged()) as staged:
             reader = BlockReader(self.work_items.target, staged)
-            batches = self._batches(numbers)
+            batches = self.work_items.batches(numbers, self.size.batch_bytes)
             memory = self.size.new_workspace
             changed = [*run_in_threads(batches, find_changed, memory, self.threads)]
         again = np.concatenate(changed)
@@ -250,14 +257,12 @@ class _ConversionRun:
         rank, size = self.here.rank, self.here.size
         return numbers[len(numbers) * rank // size : len(numbers) * (rank + 1) // size]
 
-    def _batches(self, numbers: IntArray) -> Iterator[Batch]:
-        return self.work_items.batches(numbers, self.size.batch_bytes)
-
     def batches(self) -> Iterator[Batch]:
         """Yield this process's blocks in batches; in a batch, all count for checksums or none."""
         own = self._share(self.blocks.numbers)
         counts = self.blocks.counts[own]
-        return itertools.chain(self._batches(own[counts]), self._batches(own[~counts]))
+        for numbers in (own[counts], own[~counts]):
+            yield from self.work_items.batches(numbers, self.size.batch_bytes)
 
     def work(self, batch: Batch, workspace: Workspace) -> _Written:
         """Read, digest and write the blocks of a batch."""
@@ -287,7 +292,7 @@ class _ConversionRun:
                 waiting_bytes += batch.size_bytes
                 check_stop(stop)
                 if progress is not None:
-                    name = self.work_items.target.names[int(batch.written[-1].rows[-1])]
+                    name = self.work_items.last_name(batch)
                     progress(Progress(done_bytes, self.size_bytes, self.resumed_bytes, name))
                 if waiting_bytes >= self.options.sync_bytes:
                     # Taken off the list first: after a failed sync, the next sync of the file
@@ -315,12 +320,12 @@ class _ConversionRun:
         self.staging.journal.append_blocks(tensors, blocks, digests)
         self._note(numbers, digests)
 
-    def _look_at_earlier(self) -> None:
+    def _add_earlier(self) -> None:
         """Add the blocks that earlier runs wrote to the checksums of files."""
         if self.checksums.watch_target is not None:
-            earlier = np.flatnonzero(self.blocks.earlier)
+            earlier = self._share(np.flatnonzero(self.blocks.earlier))
             with contextlib.closing(self.checksums.staged()) as staged:
-                for batch in self._batches(self._share(earlier)):
+                for batch in self.work_items.batches(earlier, self.size.batch_bytes):
                     self.writer.show_written(batch.written, staged)
 
     def meet(self) -> None:
@@ -328,7 +333,7 @@ class _ConversionRun:
         # If the source changed during the run, the target would mix old and new elements.
         for source in self.sources:
             source.check_unchanged()
-        self._look_at_earlier()
+        self._add_earlier()
         read = sum(source.read_bytes for source in self.sources)
         written = sum(target.written_bytes for target in self.targets)
         buffers = self.threads * self.size.size_bytes
@@ -370,17 +375,16 @@ class _ConversionRun:
                 # The folder of another host: all of its parts are in the store.
                 self.staging.discard()
             return
-        self._finish()
+        self._write_rest()
         # The other processes wait here, so that the target is complete when a run returns on any
         # process.
         if self.upload is not None:
             self.upload.commit(self.staging)
-        else:
-            if not self.staging.commit(self.conversion.open_bits):
-                self.notes += (describe_two_renames(self.conversion.target),)
+        elif not self.staging.commit(self.conversion.open_bits):
+            self.notes += (describe_two_renames(self.conversion.target),)
         self.processes.share(True)
 
-    def _finish(self) -> None:
+    def _write_rest(self) -> None:
         # 1. Compare the checksums of the source's files, and write the target's; then sync all
         # files, and check that the source did not change.
         self.checksums.check_sources(self.sources)
@@ -434,13 +438,17 @@ def run_conversion(
     expect_staging_read(conversion.target, options.staging)
     LOGGER.info("%s: conversion of %s begins", conversion.target, conversion.source.folder)
     # 1. Errors of the request are raised before anything is written.
-    conversion.expect_runnable(options.extra_bytes, options.threads)
+    threads = conversion.expect_runnable(options.extra_bytes, options.threads)
     # 2. Open the sources, and determine the fingerprint of the conversion and its threads.
     # Derived files are created on the target's disk: a folder for temporary files may be in memory.
     target, here = conversion.target, processes
     # Hosts are distinguished by their names, which all processes exchange once.
     machine = socket.gethostname()
     machines = processes.collect(machine)
+    if options.threads is None:
+        # The processes of one machine share its cores: the default is for all of them together.
+        usual = choose_threads(None, conversion.source.folder, conversion.target)
+        threads = min(threads, -(-usual // machines.count(machine)))
     address = target if isinstance(target, RemotePath) else None
     if address is not None:
         # A target folder is staged once, for all hosts; for an address each host has its own
@@ -458,11 +466,8 @@ def run_conversion(
         # Equal fingerprints mean equal results: only the same conversion resumes a staging folder.
         text = json.dumps(description, sort_keys=True).encode()
         conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
-        # The processes of one machine share its cores: the default is for all of them together.
-        usual = -(-choose_threads(None, *conversion.folders) // machines.count(machine))
-        workers = conversion.threads(options.extra_bytes, options.threads or usual)
         if address is not None:
-            upload = ConversionUpload(conversion, address, conversion_id, processes, hosts, workers)
+            upload = ConversionUpload(conversion, address, conversion_id, processes, hosts, threads)
         # 3. Work in the staging folder, unless an earlier run has finished the conversion.
         staging = Staging(target, options, conversion.written_names, conversion.single_file)
         with open_shared(here, staging, conversion_id, description) as staged:
@@ -470,7 +475,7 @@ def run_conversion(
                 upload is not None and upload.is_complete(staged, options)
             ):
                 LOGGER.info("%s: an earlier run did all of it", conversion.target)
-                return _report(conversion, began_s, complete=True)
+                return _report(conversion, began_s, None)
             try:
                 run = _ConversionRun(
                     conversion,
@@ -478,7 +483,7 @@ def run_conversion(
                     sources,
                     conversion_id,
                     processes,
-                    workers,
+                    threads,
                     options,
                     upload,
                 )
@@ -487,7 +492,7 @@ def run_conversion(
                 # The memory that planning freed is returned to the system before the buffers grow.
                 release_freed_memory(len(conversion.write_plan.tensors))
                 run.move_blocks()
-                run.source_digests.verify_rest(workers, options.stop)
+                run.source_digests.verify_rest(threads, options.stop)
                 run.meet()
                 run.finish()
             except ReshardError as error:
@@ -565,13 +570,8 @@ def _is_final(error: BaseException) -> bool:
     return isinstance(error, ReshardError) and not isinstance(error, RunError)
 
 
-def _report(
-    conversion: Conversion,
-    began_s: float,
-    run: _ConversionRun | None = None,
-    *,
-    complete: bool = False,
-) -> ConversionReport:
+def _report(conversion: Conversion, began_s: float, run: _ConversionRun | None) -> ConversionReport:
+    """Return the report of a run, which is None if an earlier run had completed the target."""
     size_bytes = int(conversion.work_items.target.tensor_bytes.sum())
     return ConversionReport(
         conversion.target,
@@ -582,7 +582,7 @@ def _report(
         sum(written for _, written in run.by_process) if run else 0,
         run.resumed_bytes if run else size_bytes,
         time.monotonic() - began_s,
-        complete,
+        run is None,
         (*conversion.notes, *((*run.notes, *describe_counts(run.counts)) if run else ())),
         run.by_process if run else ((0, 0),),
         run.buffers_by_process if run else (0,),

@@ -438,15 +438,16 @@ class Staging(Closing):
         """Append the journals left by other processes of an earlier run to this process's own."""
         journal, root = self.journal, self.content.parent
         with translate_os_errors("take over the journals of an earlier run", root):
-            for path in sorted(root.glob("journal.*")):
+            others = sorted(root.glob("journal.*"))
+            for path in others:
                 record = None if path.name.endswith(".new") else read_journal(path)
                 if record is not None and record.conversion_id == conversion_id:
                     journal.append_blocks(*record.finished)
                     self._are_journals_untouched &= record.folder_inode == journal.folder_inode
                 # By this line all of its valid records are durable in process 0's journal.
                 path.unlink()
-        record = read_journal(journal.path)
-        self.finished = record.finished if record is not None else journal.finished
+        if others and (own := read_journal(journal.path)) is not None:
+            self.finished = own.finished
 
 
 def staging_folder(target: Path) -> Path:

@@ -80,61 +80,59 @@ class WorkItems(Record, eq=False):
         """The number of all blocks."""
         return int(self.first_block[-1])
 
-    @cached_property
+    @property
     def source_rows(self) -> IntArray:
         """The row in the source of each tensor of the target; -1 if it is computed.
 
         A cast tensor of several blocks counts as computed: blocks have a fixed size in bytes, so
         the blocks of the two types have different elements.
         """
-        rows, is_cast = self._named_rows, self._casts
-        blocks = self.source.by_kind(
-            [
-                BlockGrid.of(kind.layout.shape, kind.dtype.itemsize_bytes).count
-                for kind in self.source.kinds
-            ]
-        )
-        alone = is_cast & (self.block_counts > 1)
-        alone[is_cast] |= blocks[rows[is_cast]] > 1
-        return np.where(alone, -1, rows)
+        return self._origins[0]
 
-    @cached_property
+    @property
     def is_cast(self) -> NDArray[np.bool_]:
         """Whether a tensor is read and then cast to another type: shape `(tensors,)`."""
-        cast: NDArray[np.bool_] = self._casts & (self.source_rows >= 0)
-        return cast
+        return self._origins[1]
 
     @cached_property
-    def _casts(self) -> NDArray[np.bool_]:
-        """Whether a tensor's type differs from the source's, and is cast: shape `(tensors,)`."""
-        types: dict[DType, int] = {}
-        source, target = (
-            columns.by_kind([types.setdefault(kind.dtype, len(types)) for kind in columns.kinds])
-            for columns in (self.source, self.target)
-        )
-        can_be = np.array([is_castable(dtype) for dtype in types] or [False])
-        rows = self._named_rows
-        found = np.zeros(len(rows), dtype=bool)
-        there = rows >= 0
-        before, after = source[rows[there]], target[there]
-        found[there] = (before != after) & can_be[before] & can_be[after]
-        return found
-
-    @cached_property
-    def _named_rows(self) -> IntArray:
-        """The row of the source tensor of the same name, or -1 if the tensor is computed."""
-        if self.source.names == self.target.names:
-            rows = np.arange(len(self.target.names), dtype=np.int64)
+    def _origins(self) -> tuple[IntArray, NDArray[np.bool_]]:
+        """`source_rows` and `is_cast`."""
+        # 1. The row of the source tensor of the same name, or -1 if the tensor is computed.
+        source, target = self.source, self.target
+        if source.names == target.names:
+            rows = np.arange(len(target.names), dtype=np.int64)
         else:
-            found = (
-                -1 if name in self.computed else self.source.row(name) for name in self.target.names
-            )
-            rows = np.fromiter(found, np.int64, len(self.target.names))
+            found = (-1 if name in self.computed else source.row(name) for name in target.names)
+            rows = np.fromiter(found, np.int64, len(target.names))
         for name in self.computed:
             # The target's format may leave out a computed tensor, or store it elsewhere.
-            if name in self.target:
-                rows[self.target.row(name)] = -1
-        return rows
+            if name in target:
+                rows[target.row(name)] = -1
+        # 2. Tensors whose types differ, and are cast. The types are compared as numbers, since
+        # there may be very many tensors.
+        types: dict[DType, int] = {}
+        before, after = (
+            columns.by_kind([types.setdefault(kind.dtype, len(types)) for kind in columns.kinds])
+            for columns in (source, target)
+        )
+        castable = np.array([is_castable(dtype) for dtype in types] or [False])
+        is_cast = np.zeros(len(rows), dtype=bool)
+        there = rows >= 0
+        old, new = before[rows[there]], after[there]
+        is_cast[there] = (old != new) & castable[old] & castable[new]
+        # 3. Casts of several blocks are computed.
+        if is_cast.any():
+            counts = source.by_kind(
+                [
+                    BlockGrid.of(kind.layout.shape, kind.dtype.itemsize_bytes).count
+                    for kind in source.kinds
+                ]
+            )
+            is_computed = is_cast & (self.block_counts > 1)
+            is_computed[is_cast] |= counts[rows[is_cast]] > 1
+            rows = np.where(is_computed, -1, rows)
+            is_cast &= ~is_computed
+        return rows, is_cast
 
     @cached_property
     def is_small(self) -> NDArray[np.bool_]:
@@ -192,6 +190,16 @@ class WorkItems(Record, eq=False):
         for row, block in zip(rows[~alone].tolist(), numbers[~alone].tolist(), strict=True):
             total += self.grids[self.target.kind[row]].size_bytes(block)
         return total
+
+    def blocks_of(self, rows: IntArray) -> IntArray:
+        """Return the numbers of the blocks of the tensors in these rows, ascending."""
+        is_chosen = np.zeros(len(self.target), dtype=bool)
+        is_chosen[rows] = True
+        return np.flatnonzero(np.repeat(is_chosen, self.block_counts))
+
+    def last_name(self, batch: Batch) -> str:
+        """Return the name of the last tensor of a batch."""
+        return self.target.names[int(batch.written[-1].rows[-1])]
 
     def batches(self, numbers: IntArray, batch_bytes: int) -> Iterator[Batch]:
         """Yield the blocks of these numbers, ascending, in batches of at most `batch_bytes`."""
@@ -271,25 +279,9 @@ class BlockDigests:
         # 16 bytes a block: a checkpoint of 1 TB has 250,000 of them.
         self.found = np.zeros((work_items.count, DIGEST_BYTES), dtype=np.uint8)
 
-    def batches(self, rows: IntArray, batch_bytes: int) -> Iterator[Batch]:
-        """Yield the blocks of the tensors in these rows, small tensors in common batches."""
-        is_wanted = np.zeros(len(self.work_items.target), dtype=bool)
-        is_wanted[rows] = True
-        numbers = np.flatnonzero(np.repeat(is_wanted, self.work_items.block_counts))
-        return self.work_items.batches(numbers, batch_bytes)
-
     def note(self, numbers: IntArray, digests: bytes) -> None:
         """Record the concatenated digests of blocks."""
         self.found[numbers] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
-
-    def place(self, number: int) -> tuple[int, int]:
-        """Return the row of a block's tensor, and the block's index in that tensor."""
-        rows, blocks = self.work_items.places(np.array([number]))
-        return int(rows[0]), int(blocks[0])
-
-    def last_name(self, batch: Batch) -> str:
-        """Return the name of the last tensor of a batch."""
-        return self.work_items.target.names[int(batch.written[-1].rows[-1])]
 
     def of(self, row: int) -> bytes:
         """Return the concatenated digests of the blocks of a tensor."""

@@ -508,11 +508,9 @@ def _keep_cut(
     if replicas is None and Capability.REPLICAS in format.capabilities:
         replicas = find_stored_replicas(base.tensors)
     request = request.replace(to=to, format=format.name, replicas=replicas)
-    write_plan, is_single_file = plan_files(request, target, checkpoint, tensors, base.mesh)
+    write_plan, single_file = plan_files(request, target, checkpoint, tensors, base.mesh)
     resolved = {"to": request.to_text, "cut": "as the base", "recipe": None}
-    return Conversion(
-        checkpoint, target, write_plan, request, resolved, is_single_file=is_single_file
-    )
+    return Conversion(checkpoint, target, write_plan, request, resolved, single_file=single_file)
 
 
 def _expect_written(base: Checkpoint) -> CheckpointFormat:

@@ -302,7 +302,7 @@ class _Creation:
                 self._record(batch, digests_before, digests_after, changes, writer)
                 done += batch.size_bytes
                 if progress is not None:
-                    progress(Progress(done, total, 0, self._blocks.last_name(batch)))
+                    progress(Progress(done, total, 0, self._work_items.last_name(batch)))
         finally:
             results.close()
         # A delta of files that changed while they were read would not fit either state.

@@ -43,7 +43,6 @@ from reshard.checkpoint.conversion.plan import (
     arrange_whole,
     find_recipe,
     open_apart,
-    record_options,
     take_source,
     unwritten_target,
 )
@@ -176,7 +175,7 @@ def plan_for_pretrained(
     weights = weights.replace(metadata={**weights.metadata, "format": "pt"})
     write_plan = arrange_whole(request, weights)
     companions = {name: path for name, path in files.companions.items() if name != CONFIG}
-    recorded = record_options(request)
+    recorded = request.list_recorded()
     resolved = {
         **{name: value for name, value in recorded.items() if name in PRETRAINED_OPTIONS},
         "for": "hf",
