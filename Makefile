@@ -110,7 +110,7 @@ QUICK := \
 	tests/checkpoint/formats/safetensors tests/checkpoint/formats/test_adding_a_format.py \
 	tests/checkpoint/conversion/test_journal.py \
 	tests/collectives/test_steps.py tests/spmd/rules tests/spmd/propagation/test_propagation.py \
-	tests/spmd/test_eager_networks.py tests/cli/test_golden_output.py tests/cli/test_failures.py \
+	tests/spmd/test_eager_networks.py tests/cli/test_golden_output.py tests/cli/test_program.py \
 	"tests/torch/test_redistribution.py::test_every_tensor_is_what_the_oracle_and_dtensor_say[2]" \
 	"tests/torch/test_spmd_processes.py::test_what_networks_are_made_of_over_processes[2]" \
 	tests/torch/test_refit_processes.py::test_models_between_four_ranks \

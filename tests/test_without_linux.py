@@ -36,7 +36,7 @@ SOME = [
     "checkpoint/test_staging_kills.py::test_killed_at_any_call_then_run_again[move aside-old]",
 ]
 ALL = [
-    *(GOLDEN, "cli/test_failures.py", "cli/commands", CONVERSIONS, KILLS),
+    *(GOLDEN, "cli/test_program.py", "cli/commands", CONVERSIONS, KILLS),
     *("checkpoint/campaigns/test_kills.py", "checkpoint/test_staging_kills.py"),
     *("checkpoint/conversion/test_staging.py", "checkpoint/conversion/test_journal.py"),
     *("checkpoint/loading", "checkpoint/deltas", "checkpoint/storage", "checkpoint/blocks"),

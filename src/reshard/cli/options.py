@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -22,6 +23,7 @@ from reshard.checkpoint.options import (
     find_options,
     list_choices,
 )
+from reshard.cli import output
 from reshard.elements import CAST_TYPES, cast_type
 from reshard.errors import UsageError
 from reshard.recipes.overrides import FORMER_ALLOWANCES
@@ -209,3 +211,45 @@ def check_picture(drawn: str | None, as_json: bool, quiet: bool = False) -> None
                 f"--picture draws text and {option} writes none; leave one of them out",
                 click.get_current_context(),
             )
+
+
+_REPORT_OPTIONS = (
+    click.option(
+        "--html",
+        "report_path",
+        metavar="FILE",
+        help="Write an HTML report with pictures.",
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace the report if FILE exists."),
+    click.option(
+        "--ranks-per-host",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Add the traffic between hosts of N ranks to the report.",
+    ),
+)
+
+
+def report_options(command: Command) -> Command:
+    """Return the options of a report: `report_path`, `overwrite`, `ranks_per_host`."""
+    # Decorators apply from the last to the first: reversed, the help lists them in order.
+    for option in reversed(_REPORT_OPTIONS):
+        command = option(command)
+    return command
+
+
+def check_report(report_path: str | None, overwrite: bool, ranks_per_host: int | None) -> None:
+    """Check the options of a report, before any work is done.
+
+    Raises:
+        UsageError: the report exists already, its folder does not exist, or options of a report
+            are given without `--html`.
+    """
+    if report_path is None:
+        for name, given in (("--overwrite", overwrite), ("--ranks-per-host", ranks_per_host)):
+            if given:
+                raise UsageError(f"{name} is about the report; give --html FILE too")
+        return
+    if not report_path:
+        raise UsageError("--html with an empty name; give a file, such as report.html")
+    output.check_place(Path(report_path), overwrite, "report", "report.html")

@@ -1,8 +1,9 @@
-"""Output of the command: text for people, or a JSON object for programs.
+"""Output of the command: text for people, a JSON object for programs, or a file.
 
 The whole output is written at once, when it is complete. A reader that closes the pipe early
 (`| head`) is not an error, since the work was done. Names come from files that may not be trusted:
 their control characters are escaped, so that a checkpoint cannot control the terminal.
+A file is written completely or not at all; an existing file is replaced only with `--overwrite`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.text import cut_in_the_middle, display_width
-from reshard.text import printable as printable
+from reshard.errors import UsageError
+from reshard.system import sync
+from reshard.text import cut_in_the_middle, display_width, printable
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import StoredFile, StoredTensor
@@ -206,3 +209,70 @@ def mesh_json(mesh: DeviceMesh | None) -> dict[str, Any] | None:
 def file_json(file: StoredFile) -> dict[str, Any]:
     """Return a tensor file for `--json`: keys `name`, `rank`, `size_bytes`."""
     return {"name": file.name, "rank": file.rank, "size_bytes": file.size_bytes}
+
+
+def check_place(path: Path, overwrite: bool, what: str, example: str) -> None:
+    """Check that a file can be written at `path`, before any work is done.
+
+    `what` is a word for the file in errors, `example` a file name to suggest.
+
+    Raises:
+        UsageError: the path is a folder or an existing file, or its folder does not exist.
+        RunError: the system does not permit access to the path.
+    """
+    from reshard.checkpoint.storage.filesystem import translate_os_errors
+
+    with translate_os_errors(f"look at the {what}", path):
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder; give a file for the {what}: {path}/{example}")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path.parent} is no folder; make it first, or write elsewhere")
+        if not overwrite and os.path.lexists(path):
+            raise _there_already(path)
+
+
+def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
+    """Write a file at a path that `check_place` has accepted.
+
+    Raises:
+        UsageError: the file was created in the meantime, and `overwrite` is not set.
+        RunError: the system fails to write the file.
+    """
+    from reshard.checkpoint.storage.filesystem import translate_os_errors
+    from reshard.checkpoint.storage.permissions import common_mode_bits, restrict_mode
+
+    # In the same folder, since a rename works only within a file system.
+    draft = path.with_name(f".reshard-{what}.{os.getpid()}")
+    with translate_os_errors(f"write the {what}", path):
+        try:
+            replaced = common_mode_bits([path])
+            with open(draft, "x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                sync(file.fileno())
+            # A report that replaces a private file stays private.
+            restrict_mode(draft, replaced)
+            _put_in_place(draft, path, overwrite)
+        finally:
+            # A rename moves the draft; a link or a failure leaves it.
+            draft.unlink(missing_ok=True)
+
+
+def _put_in_place(draft: Path, path: Path, overwrite: bool) -> None:
+    if not overwrite:
+        # A link fails if the file exists; a rename would replace it.
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            raise _there_already(path) from None
+        except OSError:
+            # Some file systems do not support links: check, then rename.
+            if os.path.lexists(path):
+                raise _there_already(path) from None
+        else:
+            return
+    os.replace(draft, path)
+
+
+def _there_already(path: Path) -> UsageError:
+    return UsageError(f"{path} exists; give --overwrite to replace it, or another name")

@@ -1,21 +1,37 @@
 """The group of commands, and a run of it from arguments to exit code.
 
 A command is imported when it is called, so that `reshard --help` and each command start quickly.
+Exit codes::
+
+    0   done
+    1   differs, or is damaged (decided by the command itself)
+    2   wrong use or bad input: options, layouts, recipes, checkpoints that cannot be used
+    3   failed while running: the system refused something, or the user interrupted
+
+A failure prints a line on stderr. The traceback is printed only with `RESHARD_DEBUG=1`.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, cast
 
 import click
 
 from reshard import __version__
-from reshard.cli.failures import DONE, report
-from reshard.cli.output import prepare_streams, settle_streams
+from reshard.cli import output
+from reshard.errors import ReshardError, RunError
+from reshard.text import printable
+
+DONE = 0
+DIFFERS = 1
+WRONG_USE = 2
+FAILED = 3
 
 
 class Commands(click.Group):
@@ -126,7 +142,7 @@ def program() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command, and return the exit code."""
-    prepare_streams()
+    output.prepare_streams()
     # Set by the shell, to request its completion script or the completions of a word.
     if asked := os.environ.get(COMPLETE_VARIABLE):
         from click.shell_completion import shell_complete
@@ -144,4 +160,45 @@ def run(arguments: Sequence[str]) -> int:
     except BaseException as error:
         return report(error, as_json="--json" in arguments)
     finally:
-        settle_streams()
+        output.settle_streams()
+
+
+def failure_of(error: BaseException) -> tuple[str, str, int, str]:
+    """Return the report of an exception: its kind, the message, the exit code, and a hint.
+
+    >>> from reshard.errors import RecipeError
+    >>> failure_of(RecipeError("unknown recipe 'lama'"))
+    ('RecipeError', "unknown recipe 'lama'", 2, '')
+    """
+    kind = type(error).__name__
+    if isinstance(error, click.ClickException):
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f"Try '{context.command_path} --help'." if context else ""
+        return "UsageError", error.format_message(), WRONG_USE, hint
+    if isinstance(error, ReshardError):
+        return kind, str(error), FAILED if isinstance(error, RunError) else WRONG_USE, ""
+    if isinstance(error, KeyboardInterrupt):
+        return "InterruptedRunError", "interrupted; nothing was written", FAILED, ""
+    if isinstance(error, MemoryError):
+        remedy = "give less --memory, fewer --threads or fewer ranks"
+        return kind, f"out of memory; {remedy}", FAILED, ""
+    if isinstance(error, OSError):
+        where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+        return kind, f"{where}{error.strerror or error}", FAILED, ""
+    message = f"internal error: {kind}: {error}; please report it; RESHARD_DEBUG=1 shows where"
+    return "InternalError", message, FAILED, ""
+
+
+def report(error: BaseException, as_json: bool) -> int:
+    """Report a failure to the user, and return the exit code."""
+    kind, message, exit_code, hint = failure_of(error)
+    if os.environ.get("RESHARD_DEBUG") == "1":
+        output.write_error("".join(traceback.format_exception(error)).rstrip())
+    output.write_error("reshard: " + printable(message, keep="\n"))
+    if hint:
+        output.write_error(hint)
+    if as_json:
+        # If stdout itself failed, the line on stderr is the whole report.
+        with suppress(OSError):
+            output.write_json({"error": {"kind": kind, "message": message}})
+    return exit_code

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from reshard.checkpoint.storage.threads import Progress, ProgressFunction
-from reshard.cli.output import write_error
+from reshard.cli import output
 from reshard.text import bytes_text, duration_text, rate_text
 
 LINES_EVERY_S = 5.0
@@ -25,7 +25,7 @@ LONGEST_FORESIGHT = 100
 
 def every_few_seconds(
     line: Callable[..., str],
-    write_line: Callable[[str], None] = write_error,
+    write_line: Callable[[str], None] = output.write_error,
     *,
     clock: Callable[[], float] = time.monotonic,
     every_s: float = LINES_EVERY_S,

@@ -22,7 +22,7 @@ from reshard.checkpoint.storage.permissions import (
     find_mode_limits,
     restrict_mode,
 )
-from reshard.cli.atomic_write import write_whole
+from reshard.cli.output import write_whole
 from reshard.errors import CheckpointError
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

@@ -18,8 +18,8 @@ from reshard.cli.commands.convert import (
     run_and_report,
     wait_option,
 )
-from reshard.cli.failures import DONE
 from reshard.cli.options import as_path, json_option, options_of, quiet_option
+from reshard.cli.program import DONE
 
 
 @click.command()

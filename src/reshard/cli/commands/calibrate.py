@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.atomic_write import check_place, write_whole
-from reshard.cli.failures import DONE, FAILED, WRONG_USE
+from reshard.cli import output
 from reshard.cli.options import as_size, json_option, quiet_option
-from reshard.cli.output import write, write_json
+from reshard.cli.program import DONE, FAILED, WRONG_USE
 from reshard.cli.progress import every_few_seconds
 from reshard.errors import MissingExtraError, ReshardError, RunError, UsageError
 from reshard.text import bytes_text, duration_text, rate_text
@@ -109,15 +108,15 @@ def calibrate(
         found = measure(name, seconds_s=seconds_s, largest_bytes=largest_bytes, progress=shown)
         text = preset_text(found.preset, _comment(found))
         if output_path is not None and not _all_can_go_on(
-            lambda: write_whole(Path(output_path), text, overwrite, "preset"), is_first
+            lambda: output.write_whole(Path(output_path), text, overwrite, "preset"), is_first
         ):
             return FAILED
         if is_first and as_json:
-            write_json(_as_json(found, text, output_path))
+            output.write_json(_as_json(found, text, output_path))
         elif is_first and output_path is None:
-            write(text.rstrip("\n"))
+            output.write(text.rstrip("\n"))
         elif is_first and not quiet:
-            write("\n".join(_as_text(found, output_path)))
+            output.write("\n".join(_as_text(found, output_path)))
     return DONE
 
 
@@ -218,7 +217,7 @@ def _check_output(output_path: str | None, overwrite: bool) -> None:
             f"--output {output_path!r}: its ending distinguishes it from a shipped preset; write "
             f"{output_path or 'machine'}.toml"
         )
-    check_place(path, overwrite, "preset", "machine.toml")
+    output.check_place(path, overwrite, "preset", "machine.toml")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UsageError(f"{path.parent} cannot be written to; write elsewhere")
 

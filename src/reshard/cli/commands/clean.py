@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.checkpoint.options import RunOptions
-from reshard.cli.failures import DONE
+from reshard.cli import output
 from reshard.cli.options import as_path as as_text
 from reshard.cli.options import json_option, options_of
-from reshard.cli.output import printable, write, write_json
+from reshard.cli.program import DONE
 from reshard.errors import UsageError
-from reshard.text import bytes_text, count_text, duration_text, table
+from reshard.text import bytes_text, count_text, duration_text, printable, table
 
 if TYPE_CHECKING:
     from reshard.checkpoint.storage.remote_paths import RemotePath
@@ -62,9 +62,9 @@ def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
                 remove_staged(item.target, staging)
     if as_json:
         uploads = [_as_json(item, staged[item.target]) for item in found]
-        write_json({"url": str(folder), "removed": yes, "uploads": uploads})
+        output.write_json({"url": str(folder), "removed": yes, "uploads": uploads})
     else:
-        write("\n".join(_as_text(folder, found, staged, yes)))
+        output.write("\n".join(_as_text(folder, found, staged, yes)))
     return DONE
 
 

@@ -16,26 +16,14 @@ from reshard.checkpoint.options import (
     RunOptions,
     split_arguments,
 )
+from reshard.cli import output
 from reshard.cli.commands.plan import matching_json, matching_lines, recipe_text, size_text
 from reshard.cli.endpoints import config_option, for_option, plan_from_options, source_options
-from reshard.cli.failures import DONE
 from reshard.cli.options import as_path, json_option, options_of, quiet_option
-from reshard.cli.output import (
-    cut_text,
-    file_json,
-    listing,
-    mesh_json,
-    name_columns,
-    name_text,
-    noted,
-    printable,
-    write,
-    write_error,
-    write_json,
-)
+from reshard.cli.program import DONE
 from reshard.cli.progress import shown_progress
 from reshard.errors import InterruptedRunError
-from reshard.text import bytes_text, count_text, duration_text, rate_text, table
+from reshard.text import bytes_text, count_text, duration_text, printable, rate_text, table
 
 if TYPE_CHECKING:
     from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
@@ -141,9 +129,9 @@ def describe_run(
     conversion.expect_runnable(options.extra_bytes, options.threads)
     begun = find_begun_run(conversion, options)
     if as_json:
-        write_json(_as_dry_json(source, conversion, begun))
+        output.write_json(_as_dry_json(source, conversion, begun))
     elif not quiet:
-        write("\n".join(_as_dry_text(source, conversion, begun)))
+        output.write("\n".join(_as_dry_text(source, conversion, begun)))
 
 
 def run_and_report(
@@ -170,7 +158,7 @@ def run_and_report(
 
     # Before the work, not after hours of it.
     for loss in conversion.losses:
-        write_error(f"note: {printable(loss)}")
+        output.write_error(f"note: {printable(loss)}")
     try:
         with (
             running_processes(wait_s=wait_s or DEFAULT_WAIT_S) as processes,
@@ -184,9 +172,9 @@ def run_and_report(
     if processes.rank > 0:
         return
     if as_json:
-        write_json({**_report_json(*places, conversion, report), **(beside or {})})
+        output.write_json({**_report_json(*places, conversion, report), **(beside or {})})
     elif not quiet:
-        write("\n".join(_report_lines(*places, conversion, report)))
+        output.write("\n".join(_report_lines(*places, conversion, report)))
 
 
 def _report_lines(
@@ -216,7 +204,7 @@ def _report_lines(
             lines.append(
                 f"continued an earlier run, which had done {bytes_text(report.resumed_bytes)}"
             )
-    return lines + matching_lines(conversion) + noted(_run_notes(conversion, report))
+    return lines + matching_lines(conversion) + output.noted(_run_notes(conversion, report))
 
 
 def _run_notes(conversion: Conversion, report: ConversionReport) -> list[str]:
@@ -228,13 +216,14 @@ def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> lis
     """Return the lines of a dry run: each tensor and file that would be written."""
     write_plan = conversion.write_plan
     kinds = [
-        (tensor.dtype.name, "x".join(map(str, tensor.shape)) or "scalar", cut_text(tensor))
+        (tensor.dtype.name, "x".join(map(str, tensor.shape)) or "scalar", output.cut_text(tensor))
         for tensor in write_plan.tensors.values()
     ]
     headers = ("dtype", "shape", "sharding")
-    most = name_columns(zip(headers, *kinds, strict=True))
+    most = output.name_columns(zip(headers, *kinds, strict=True))
     tensors = [
-        (name_text(name, most), *kind) for name, kind in zip(write_plan.tensors, kinds, strict=True)
+        (output.name_text(name, most), *kind)
+        for name, kind in zip(write_plan.tensors, kinds, strict=True)
     ]
     files = [
         (file.stored.name, file.stored.rank, bytes_text(file.stored.size_bytes))
@@ -254,7 +243,7 @@ def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> lis
     ]
     if write_plan.values or write_plan.items:
         beside = [*write_plan.items, *write_plan.values]
-        lines += listing("and beside the tensors", beside)
+        lines += output.listing("and beside the tensors", beside)
     if begun is not None:
         lines.append(f"an earlier run left work in {printable(str(begun))}")
     return lines + matching_lines(conversion)
@@ -269,7 +258,7 @@ def _as_dry_json(source: str, conversion: Conversion, begun: Path | None) -> dic
         "to": conversion.resolved["to"],
         "recipe": conversion.recipe_name,
         "format": write_plan.format,
-        "mesh": mesh_json(write_plan.mesh),
+        "mesh": output.mesh_json(write_plan.mesh),
         "size_bytes": sum(tensor.size_bytes for tensor in write_plan.tensors.values()),
         "copy_bytes": write_plan.copy_bytes,
         "begun": None if begun is None else str(begun),
@@ -278,12 +267,12 @@ def _as_dry_json(source: str, conversion: Conversion, begun: Path | None) -> dic
                 "name": name,
                 "dtype": tensor.dtype.name,
                 "shape": list(tensor.shape),
-                "cut": cut_text(tensor),
+                "cut": output.cut_text(tensor),
                 "size_bytes": tensor.size_bytes,
             }
             for name, tensor in write_plan.tensors.items()
         ],
-        "files": [file_json(file.stored) for file in write_plan.files],
+        "files": [output.file_json(file.stored) for file in write_plan.files],
         **matching_json(conversion),
     }
 
@@ -311,7 +300,7 @@ def _report_json(
         "to": conversion.resolved["to"],
         "recipe": conversion.recipe_name,
         "format": write_plan.format,
-        "mesh": mesh_json(write_plan.mesh),
+        "mesh": output.mesh_json(write_plan.mesh),
         "tensors": report.tensors,
         "size_bytes": report.size_bytes,
         "copy_bytes": report.copy_bytes,
@@ -325,7 +314,7 @@ def _report_json(
             {"read_bytes": read, "written_bytes": written, "buffer_bytes": buffers}
             for read, written, buffers in _by_process(report)
         ],
-        "files": [file_json(file.stored) for file in write_plan.files],
+        "files": [output.file_json(file.stored) for file in write_plan.files],
         **matching,
         "notes": [*matching["notes"], *_run_notes(conversion, report)],
     }

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.checkpoint.options import ConversionRequest, DiffOptions
+from reshard.cli import output
 from reshard.cli.endpoints import allow_copies_option, check_copies_option, open_selected_source
-from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
     json_option,
     options_of,
     quiet_option,
 )
-from reshard.cli.output import MAX_LISTED, printable, write, write_json
+from reshard.cli.program import DONE
 from reshard.cli.progress import shown_progress
-from reshard.text import bytes_text, count_text, duration_text
+from reshard.text import bytes_text, count_text, duration_text, printable
 
 if TYPE_CHECKING:
     from reshard.checkpoint.deltas.create import DeltaReport
@@ -80,9 +80,9 @@ def diff(
     with shown_progress("comparing", quiet) as progress:
         report = make_delta(old, new, out, DiffOptions(progress=progress, **arguments))
     if as_json:
-        write_json(_as_json(before, after, out, report))
+        output.write_json(_as_json(before, after, out, report))
     elif not quiet:
-        write("\n".join(_as_text(before, after, out, report)))
+        output.write("\n".join(_as_text(before, after, out, report)))
     return DONE
 
 
@@ -98,8 +98,10 @@ def _as_text(before: str, after: str, out: str, report: DeltaReport) -> list[str
         ("removed", report.removed),
     ):
         if names:
-            shown = ", ".join(printable(name) for name in names[:MAX_LISTED])
-            more = f", {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+            shown = ", ".join(printable(name) for name in names[: output.MAX_LISTED])
+            more = (
+                f", {len(names) - output.MAX_LISTED} more" if len(names) > output.MAX_LISTED else ""
+            )
             lines.append(f"{what}: {shown}{more}")
     lines.append(
         f"{printable(out)} has {bytes_text(report.size_bytes)}; read "

@@ -6,10 +6,10 @@ import math
 
 import click
 
-from reshard.cli.failures import DONE
+from reshard.cli import output
 from reshard.cli.options import as_path, json_option, quiet_option
-from reshard.cli.output import printable, write, write_json
-from reshard.text import bytes_text, count_text
+from reshard.cli.program import DONE
+from reshard.text import bytes_text, count_text, printable
 
 
 @click.command()
@@ -41,7 +41,7 @@ def example(folder: str, as_json: bool, quiet: bool) -> int:
     elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
     size_bytes = weights.stat().st_size
     if as_json:
-        write_json(
+        output.write_json(
             {
                 "path": folder,
                 "model_type": "llama",
@@ -52,7 +52,7 @@ def example(folder: str, as_json: bool, quiet: bool) -> int:
             }
         )
     elif not quiet:
-        write(
+        output.write(
             f"{printable(folder)}: a Llama of {count_text(len(tensors))} tensors with "
             f"{count_text(elements)} elements, {bytes_text(size_bytes)}, in {CONFIG_FILE} and "
             f"{SINGLE_FILE}"

@@ -13,8 +13,8 @@ import click
 
 from reshard._validation import check_used
 from reshard.checkpoint.options import ConversionRequest, RunOptions
+from reshard.cli import output
 from reshard.cli.endpoints import open_selected_source, source_options
-from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     as_path,
     check_picture,
@@ -22,18 +22,7 @@ from reshard.cli.options import (
     options_of,
     quiet_option,
 )
-from reshard.cli.output import (
-    can_draw_boxes,
-    cut_text,
-    file_json,
-    listing,
-    mesh_json,
-    name_columns,
-    name_text,
-    printable,
-    write_json,
-    write_pieces,
-)
+from reshard.cli.program import DIFFERS, DONE
 from reshard.cli.progress import shown_progress
 from reshard.errors import UsageError
 from reshard.recipes.rank_order import describe_groups
@@ -42,6 +31,7 @@ from reshard.text import (
     bytes_text,
     count_text,
     fold_names,
+    printable,
     rank_text,
     table,
     table_lines,
@@ -147,10 +137,10 @@ def inspect(
             found = check_digests(shown, threads=threads, progress=progress)
     drawing = _drawing(opened[drawn]) if drawn is not None else None
     if as_json:
-        write_json(_as_json(checkpoint, shown, found, copies))
+        output.write_json(_as_json(checkpoint, shown, found, copies))
     elif not quiet:
         lines = _as_text(checkpoint, shown, found, copies, drawing, shows_all)
-        write_pieces(f"{line}\n" for line in lines)
+        output.write_pieces(f"{line}\n" for line in lines)
     return DIFFERS if found is not None and found.damaged else DONE
 
 
@@ -185,8 +175,8 @@ def _drawing(tensor: StoredTensor) -> str:
     from reshard.show.text_picture import MIN_WIDTH, picture
 
     width = max(MIN_WIDTH, min(shutil.get_terminal_size().columns, 100))
-    title = f"{printable(tensor.name)}  {_shape_text(tensor)}  {cut_text(tensor)}"
-    return f"{title}\n{picture(tensor.layout, width, ascii=not can_draw_boxes())}"
+    title = f"{printable(tensor.name)}  {_shape_text(tensor)}  {output.cut_text(tensor)}"
+    return f"{title}\n{picture(tensor.layout, width, ascii=not output.can_draw_boxes())}"
 
 
 def _shape_text(tensor: StoredTensor) -> str:
@@ -225,12 +215,16 @@ def _as_text(
         f"{count_text(totals['tensors'], 'tensor')}, {count_text(totals['elements'], 'element')}, "
         f"{bytes_text(totals['tensor_bytes'])}, in {count_text(totals['files'], 'file')} of "
         f"{bytes_text(totals['file_bytes'])}",
-        *listing("unreadable", [f"{name} ({why})" for name, why in checkpoint.unreadable.items()]),
-        *listing("no tensors, but bytes", checkpoint.items),
-        *listing("carried along", checkpoint.carried),
-        *listing("attributes", checkpoint.attributes),
-        *listing("values", checkpoint.values),
-        *listing("left out", [f"{name} ({reason})" for name, reason in _list_left_out(checkpoint)]),
+        *output.listing(
+            "unreadable", [f"{name} ({why})" for name, why in checkpoint.unreadable.items()]
+        ),
+        *output.listing("no tensors, but bytes", checkpoint.items),
+        *output.listing("carried along", checkpoint.carried),
+        *output.listing("attributes", checkpoint.attributes),
+        *output.listing("values", checkpoint.values),
+        *output.listing(
+            "left out", [f"{name} ({reason})" for name, reason in _list_left_out(checkpoint)]
+        ),
         *(f"note: {printable(note)}" for note in _list_notes(checkpoint)),
         *_copy_lines(copies),
     ]
@@ -248,7 +242,7 @@ def _tensor_lines(columns: TensorColumns, shows_all: bool) -> Iterator[str]:
         (
             tensor.dtype.name,
             _shape_text(tensor),
-            cut_text(tensor),
+            output.cut_text(tensor),
             rank_text(tensor.layout.holders),
         )
         for tensor in samples
@@ -269,9 +263,9 @@ def _tensor_lines(columns: TensorColumns, shows_all: bool) -> Iterator[str]:
     if len(folded) < len(columns.names):
         headers.insert(0, "number")
         rows = [(count_text(line.number), *row) for line, row in zip(folded, rows, strict=True)]
-    most = name_columns(zip(headers, *rows, strict=True))
+    most = output.name_columns(zip(headers, *rows, strict=True))
     yield from table_lines(
-        ((name_text(line.text, most), *row) for line, row in zip(folded, rows, strict=True)),
+        ((output.name_text(line.text, most), *row) for line, row in zip(folded, rows, strict=True)),
         ("tensor", *headers),
         "l" + "".join("r" if header in ("number", "size") else "l" for header in headers),
     )
@@ -303,7 +297,7 @@ def _digest_lines(found: DigestReport) -> list[str]:
         lines.append(f"damaged: {block.box} of {printable(block.tensor)}: {printable(problem)}")
         lines += [f"  {printable(place)}" for place in block.places]
     if found.without_digest:
-        lines += listing("no digest was recorded for", found.without_digest)
+        lines += output.listing("no digest was recorded for", found.without_digest)
     # Without a single recorded digest, nothing damaged does not mean that all is well.
     verdict = (
         f"{count_text(len(found.damaged), 'block')} damaged"
@@ -328,7 +322,7 @@ def _tensors_json(checkpoint: Checkpoint, found: DigestReport | None) -> Iterato
         {
             "dtype": tensor.dtype.name,
             "shape": list(tensor.shape),
-            "cut": cut_text(tensor),
+            "cut": output.cut_text(tensor),
             "ranks": [int(slot) for slot in tensor.layout.holders],
             "stored_by": [int(slot) for slot in tensor.stored_slots],
             "size_bytes": tensor.size_bytes,
@@ -364,11 +358,11 @@ def _as_json(
     return {
         "path": path,
         "format": checkpoint.format,
-        "mesh": mesh_json(checkpoint.mesh),
+        "mesh": output.mesh_json(checkpoint.mesh),
         "ranks": checkpoint.ranks,
         "metadata": dict(checkpoint.metadata),
         "tensors": _tensors_json(checkpoint, found),
-        "files": [file_json(file) for file in checkpoint.files],
+        "files": [output.file_json(file) for file in checkpoint.files],
         "items": [
             {"name": item.name, "rank": item.rank, "size_bytes": item.size_bytes}
             for item in checkpoint.items.values()

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard.checkpoint.options import ConversionRequest, RunOptions
-from reshard.cli.atomic_write import check_report, report_options, write_report
+from reshard.cli import output
 from reshard.cli.endpoints import config_option, for_option, plan_from_options, source_options
-from reshard.cli.failures import DONE
-from reshard.cli.options import as_path, check_picture, json_option, options_of
-from reshard.cli.output import (
-    can_draw_boxes,
-    cut_text,
-    file_json,
-    listing,
-    mesh_json,
-    name_text,
-    noted,
-    printable,
-    write,
-    write_json,
+from reshard.cli.options import (
+    as_path,
+    check_picture,
+    check_report,
+    json_option,
+    options_of,
+    report_options,
 )
+from reshard.cli.program import DONE
 from reshard.mesh import DeviceMesh
 from reshard.system import resident_bytes
-from reshard.text import bytes_text, count_text, file_table, rank_table
+from reshard.text import bytes_text, count_text, file_table, printable, rank_table
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import StoredTensor
@@ -101,11 +97,11 @@ def plan(
     drawing = _drawing(conversion, drawn) if drawn is not None else None
     if report_path is not None:
         report = _report_page(source, conversion, ranks_per_host)
-        write_report(report_path, report.html(), overwrite)
+        output.write_whole(Path(report_path), report.html(), overwrite, "report")
     if as_json:
-        write_json(_as_json(source, conversion, workers, memory))
+        output.write_json(_as_json(source, conversion, workers, memory))
     else:
-        write("\n".join(_as_text(source, conversion, workers, memory, drawing)))
+        output.write("\n".join(_as_text(source, conversion, workers, memory, drawing)))
     return DONE
 
 
@@ -152,10 +148,10 @@ def matching_lines(conversion: Conversion) -> list[str]:
             "--rule to shard them"
         )
     else:
-        lines += listing("replicated, no rule matched", unknown)
-        lines += noted(conversion.axis_notes)
-    lines += listing("rules that decided no tensor", map(str, conversion.unused_rules))
-    return lines + noted(conversion.plan_notes)
+        lines += output.listing("replicated, no rule matched", unknown)
+        lines += output.noted(conversion.axis_notes)
+    lines += output.listing("rules that decided no tensor", map(str, conversion.unused_rules))
+    return lines + output.noted(conversion.plan_notes)
 
 
 def matching_json(conversion: Conversion) -> dict[str, Any]:
@@ -194,13 +190,13 @@ def _drawing(conversion: Conversion, name: str) -> str:
         transfers=conversion.job.transfers.get(name, Transfers.none(len(before.shape))),
         height=25,
         stacked_height=36,
-        ascii=not can_draw_boxes(),
+        ascii=not output.can_draw_boxes(),
     )
-    return f"{name_text(name)}  {'x'.join(map(str, before.shape)) or 'scalar'}\n{drawn}"
+    return f"{output.name_text(name)}  {'x'.join(map(str, before.shape)) or 'scalar'}\n{drawn}"
 
 
 def _title(tensor: StoredTensor, mesh: DeviceMesh | None) -> str:
-    return cut_text(tensor) + (f"  over {mesh.text}" if mesh is not None else "")
+    return output.cut_text(tensor) + (f"  over {mesh.text}" if mesh is not None else "")
 
 
 def _per_rank(conversion: Conversion) -> list[dict[str, int]]:
@@ -256,7 +252,7 @@ def _as_json(
         "to": conversion.request.to_text,
         "recipe": conversion.recipe_name,
         "format": write_plan.format,
-        "mesh": mesh_json(write_plan.mesh),
+        "mesh": output.mesh_json(write_plan.mesh),
         "size_bytes": conversion.source.size_bytes,
         "copy_bytes": write_plan.copy_bytes,
         "ranks": _per_rank(conversion),
@@ -272,13 +268,13 @@ def _as_json(
                 "name": name,
                 "dtype": tensor.dtype.name,
                 "shape": list(tensor.shape),
-                "cut_before": cut_text(conversion.source.tensors[name]),
-                "cut": cut_text(tensor),
+                "cut_before": output.cut_text(conversion.source.tensors[name]),
+                "cut": output.cut_text(tensor),
                 "size_bytes": tensor.size_bytes,
             }
             for name, tensor in write_plan.tensors.items()
         ],
-        "files": [file_json(file.stored) for file in write_plan.files],
+        "files": [output.file_json(file.stored) for file in write_plan.files],
         **matching_json(conversion),
     }
 
@@ -335,8 +331,8 @@ def _draw_change(conversion: Conversion, items: list[JobItem]) -> DrawnChange:
     others = f" and {len(items) - 1:,} more like it" if len(items) > 1 else ""
     meshes = (conversion.source.mesh, conversion.write_plan.mesh)
     cuts = (
-        cut_text(conversion.source[first.name]),
-        cut_text(conversion.write_plan.tensors[first.name]),
+        output.cut_text(conversion.source[first.name]),
+        output.cut_text(conversion.write_plan.tensors[first.name]),
     )
     before, after = (
         cut + (f"   over {mesh.text}" if mesh is not None else "")

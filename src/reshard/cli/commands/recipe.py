@@ -15,22 +15,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.checkpoint.options import SHORT_CAST_TYPES, ConversionRequest
-from reshard.cli.atomic_write import check_place, write_whole
+from reshard.cli import output
 from reshard.cli.endpoints import open_selected_source
-from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     as_path,
     cast_type_choice,
     json_option,
     options_of,
 )
-from reshard.cli.output import listing, mesh_json, printable, write, write_json
-from reshard.cli.program import Commands
+from reshard.cli.program import DIFFERS, DONE, Commands
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.overrides import ALLOWANCES, IDLE_AXES
 from reshard.recipes.rank_order import describe_order, order_axes
-from reshard.text import bytes_text, count_text, duration_text, rank_text, table
+from reshard.text import bytes_text, count_text, duration_text, printable, rank_text, table
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import Checkpoint
@@ -53,7 +51,7 @@ def recipe(context: click.Context) -> int:
       reshard recipe check llama-3-8b --to tp=4,pp=2
     """
     if context.invoked_subcommand is None:
-        write(context.get_help())
+        output.write(context.get_help())
     return DONE
 
 
@@ -83,16 +81,16 @@ def show(name: str | None, as_json: bool) -> int:
     if name is None:
         found = [load_recipe(known) for known in known_recipes()]
         if as_json:
-            write_json({"recipes": [_summary_json(item) for item in found]})
+            output.write_json({"recipes": [_summary_json(item) for item in found]})
         else:
             rows = [(item.name, ", ".join(item.model_types), item.description) for item in found]
-            write(table(rows, ("recipe", "model types", "description")))
+            output.write(table(rows, ("recipe", "model types", "description")))
         return DONE
     shown = load_recipe(name)
     if as_json:
-        write_json(_recipe_json(shown))
+        output.write_json(_recipe_json(shown))
     else:
-        write("\n".join(_recipe_lines(shown)))
+        output.write("\n".join(_recipe_lines(shown)))
     return DONE
 
 
@@ -172,15 +170,21 @@ def check(
         engine = find_engine_layout(against, checkpoint, mesh)
         compared = _compare_with_engine(engine, found.layouts)
     if as_json:
-        content = {"path": checkpoint, "mesh": mesh_json(mesh), "recipe": chosen and chosen.name}
-        write_json({**content, "options": chosen_options, **described, "against": compared})
+        content = {
+            "path": checkpoint,
+            "mesh": output.mesh_json(mesh),
+            "recipe": chosen and chosen.name,
+        }
+        output.write_json({**content, "options": chosen_options, **described, "against": compared})
     else:
         by = f" by the recipe {chosen.name}" if chosen else ""
         given = f" with {', '.join(options)}" if options else ""
         total = f"{count_text(len(opened), 'tensor')}, {bytes_text(opened.size_bytes)}"
         title = f"{checkpoint} over {mesh.text}{by}{given}: {total}"
         lines = [printable(title), *_assignment_lines(opened, found, described)]
-        write("\n".join([*lines, *([] if compared is None else _comparison_lines(compared))]))
+        output.write(
+            "\n".join([*lines, *([] if compared is None else _comparison_lines(compared))])
+        )
     idle = found.list_idle_axes(mesh, chosen) if chosen is not None else []
     refused = {
         "uncomputable": found.uncomputable,
@@ -237,18 +241,18 @@ def derive(
 
     # Before the engine's loader runs, which may take minutes.
     path = Path(file)
-    check_place(path, overwrite, "layout file", "layout.json")
+    output.check_place(path, overwrite, "layout file", "layout.json")
     begun = time.perf_counter()
     named = None if dtype is None else cast_type(dtype).name
     layout = derive_layout(engine, model, to, dtype=named)
     taken_s = time.perf_counter() - begun
     text = to_json(layout)
-    write_whole(path, text, overwrite, "layout file")
+    output.write_whole(path, text, overwrite, "layout file")
     if as_json:
         content = {"model": model, "file": file, "size_bytes": len(text), "seconds_s": taken_s}
-        write_json({**content, **layout_json(layout)})
+        output.write_json({**content, **layout_json(layout)})
     else:
-        write("\n".join(layout_lines(model, file, layout, len(text), taken_s)))
+        output.write("\n".join(layout_lines(model, file, layout, len(text), taken_s)))
     return DONE
 
 
@@ -316,11 +320,11 @@ def _assignment_lines(
     ranks = [(of["rank"], of["tensors"], of["size_bytes"]) for of in described["ranks"]]
     lines += ["", _rank_table(ranks, "tensors"), ""]
     lines += [f"not computable: {printable(text)}" for text in found.uncomputable]
-    lines += listing("replicated, no rule matched", found.unknown)
-    lines += listing("mesh axes that cut nothing", found.unused_axes)
-    lines += listing("rules that decided no tensor", map(str, found.unused_rules))
+    lines += output.listing("replicated, no rule matched", found.unknown)
+    lines += output.listing("mesh axes that cut nothing", found.unused_axes)
+    lines += output.listing("rules that decided no tensor", map(str, found.unused_rules))
     patterns = [rule.pattern for rule in found.unused_recipe_rules]
-    lines += listing("rules of the recipe that decided no tensor", patterns)
+    lines += output.listing("rules of the recipe that decided no tensor", patterns)
     lines += [f"note: {printable(note)}" for note in found.notes]
     if not found.unknown:
         lines.append("every tensor is matched by a rule")
@@ -353,7 +357,7 @@ def _recipe_lines(shown: Recipe) -> list[str]:
     rules = [(rule.pattern, rule.spec, _where_text(rule)) for rule in shown.rules]
     lines = [
         f"{shown.name}: {shown.description}" if shown.description else shown.name,
-        *listing("model types", shown.model_types),
+        *output.listing("model types", shown.model_types),
         "",
         table(options, ("option", "meaning")),
         "",
@@ -476,7 +480,10 @@ def _comparison_lines(compared: dict[str, Any]) -> list[str]:
     """Return what `_compare_with_engine` describes as lines of text."""
     engine = compared["engine"]
     title = f"{engine} {compared['version']} for {compared['mesh']}"
-    lines = ["", f"against {printable(title)}: {count_text(compared['same'], 'tensor')} alike"]
+    lines = [
+        "",
+        f"against {printable(title)}: {count_text(compared['same'], 'tensor')} alike",
+    ]
     for difference in compared["differences"]:
         names, example = difference["tensors"], difference["example"]
         lines += [
@@ -486,8 +493,10 @@ def _comparison_lines(compared: dict[str, Any]) -> list[str]:
             f"      here  {example['here']}",
             f"      {printable(engine)}  {example['engine']}",
         ]
-    lines += listing(f"not read by {engine}", compared["unread"])
-    lines += listing("not in its layout, which is of another checkpoint", compared["unknown"])
+    lines += output.listing(f"not read by {engine}", compared["unread"])
+    lines += output.listing(
+        "not in its layout, which is of another checkpoint", compared["unknown"]
+    )
     return lines
 
 
@@ -506,9 +515,9 @@ def layout_lines(
     ranks = ((rank.rank, len(rank.parameters), rank.size_bytes) for rank in layout.ranks)
     lines += [_rank_table(ranks, "parameters"), ""]
     computed = (f"{name} ({', '.join(ops)})" for name, ops in layout.computed.items())
-    lines += listing("computed while loading", computed)
-    lines += listing("not filled", _list_unfilled(layout))
-    lines += listing("read by no rank", layout.unread)
+    lines += output.listing("computed while loading", computed)
+    lines += output.listing("not filled", _list_unfilled(layout))
+    lines += output.listing("read by no rank", layout.unread)
     if first.method == "values":
         lines.append("traced by values, since the loader looks at some")
     notes = dict.fromkeys([*layout.notes, *(note for rank in layout.ranks for note in rank.notes)])
@@ -531,7 +540,7 @@ def layout_json(layout: EngineLayout) -> dict[str, Any]:
     return {
         "engine": layout.engine,
         "version": layout.version,
-        "mesh": mesh_json(layout.mesh),
+        "mesh": output.mesh_json(layout.mesh),
         "ranks": [
             {
                 "rank": rank.rank,

@@ -10,6 +10,7 @@ import click
 
 from reshard._validation import check_used
 from reshard.checkpoint.options import CompareOptions
+from reshard.cli import output
 from reshard.cli.endpoints import (
     allow_copies_option,
     config_option,
@@ -17,17 +18,16 @@ from reshard.cli.endpoints import (
     source_options,
     take_source_options,
 )
-from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     as_path,
     json_option,
     options_of,
     quiet_option,
 )
-from reshard.cli.output import MAX_LISTED, noted, printable, write, write_json
+from reshard.cli.program import DIFFERS, DONE
 from reshard.cli.progress import shown_progress
 from reshard.errors import UsageError
-from reshard.text import bytes_text, count_text, duration_text
+from reshard.text import bytes_text, count_text, duration_text, printable
 
 if TYPE_CHECKING:
     from reshard.checkpoint.comparison import Comparison
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     "--all",
     "shows_all",
     is_flag=True,
-    help=f"List all differences. [default: the first {MAX_LISTED}]",
+    help=f"List all differences. [default: the first {output.MAX_LISTED}]",
 )
 @json_option
 @quiet_option
@@ -128,13 +128,15 @@ def verify(
             )
     seconds_s = time.monotonic() - began_s
     if as_json:
-        write_json(_as_json(left, right, found, seconds_s))
+        output.write_json(_as_json(left, right, found, seconds_s))
     elif not quiet:
-        write("\n".join(_as_text(found, seconds_s, shows_all)))
+        output.write("\n".join(_as_text(found, seconds_s, shows_all)))
         if not (found.is_same or are_named) and _is_one_stacked(first, second):
-            write("one side has stacked experts, the other not: compare them with --recipe auto")
+            output.write(
+                "one side has stacked experts, the other not: compare them with --recipe auto"
+            )
         elif not (found.is_same or are_named or found.digests) and _have_other_names(found):
-            write(
+            output.write(
                 "no name is in both: --left-names and --right-names compare under a recipe's "
                 "names, --for hf what LEFT is as a model folder"
             )
@@ -168,7 +170,7 @@ def _have_other_names(found: Comparison) -> bool:
 
 
 def _as_text(found: Comparison, seconds_s: float, shows_all: bool) -> list[str]:
-    shown = found.differences if shows_all else found.differences[:MAX_LISTED]
+    shown = found.differences if shows_all else found.differences[: output.MAX_LISTED]
     lines = [
         f"{printable(difference.name)} {printable(difference.problem)}"
         if difference.elements is None
@@ -177,7 +179,7 @@ def _as_text(found: Comparison, seconds_s: float, shows_all: bool) -> list[str]:
     ]
     if more := len(found.differences) - len(shown):
         lines.append(f"... and {count_text(more, 'more difference')}; --all lists them")
-    lines += noted(found.notes)
+    lines += output.noted(found.notes)
     compared = f"compared {bytes_text(found.compared_bytes)} in {duration_text(seconds_s)}"
     same = len(found.digests)
     if found.is_same:

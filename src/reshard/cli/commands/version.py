@@ -8,10 +8,11 @@ from importlib import metadata
 import click
 
 from reshard import __version__
-from reshard.cli.failures import DONE
+from reshard.cli import output
 from reshard.cli.options import json_option
-from reshard.cli.output import printable, write, write_json
+from reshard.cli.program import DONE
 from reshard.plugins import FORMATS, RECIPES
+from reshard.text import printable
 
 #: Distributions that some part of reshard uses, or whose checkpoints it reads.
 PACKAGES = (
@@ -47,7 +48,7 @@ def version(shows_all: bool, as_json: bool) -> int:
     missing = [name for name in PACKAGES if name not in installed] if shows_all else []
     plugins = _find_plugins() if shows_all else []
     if as_json:
-        write_json(
+        output.write_json(
             {
                 "reshard": __version__,
                 "python": python if shows_all else None,
@@ -64,7 +65,7 @@ def version(shows_all: bool, as_json: bool) -> int:
         lines += [f"{name} {printable(text)}" for name, text in installed.items()]
         lines += [f"plug-in {printable(text)}" for text in plugins]
         lines.append(f"not installed: {', '.join(missing)}")
-    write("\n".join(lines))
+    output.write("\n".join(lines))
     return DONE
 
 

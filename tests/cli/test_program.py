@@ -93,8 +93,8 @@ BAD_ARGUMENTS = [
 ]
 
 
-def assert_told(run: Run, code: int) -> None:
-    """A message on stderr in the form that is documented, and nothing else."""
+def assert_reported(run: Run, code: int) -> None:
+    """Check that stderr has a message in the documented form, and nothing else."""
     assert run.code == code
     assert run.errors.startswith("reshard: ")
     assert "Traceback" not in run.errors + run.output
@@ -104,10 +104,12 @@ def assert_told(run: Run, code: int) -> None:
 
 
 @pytest.mark.parametrize("arguments", BAD_ARGUMENTS, ids=" ".join)
-def test_wrong_use_is_told_and_writes_nothing(folder: Path, arguments: tuple[str, ...]) -> None:
+def test_wrong_use_is_reported_and_nothing_is_written(
+    folder: Path, arguments: tuple[str, ...]
+) -> None:
     before, inside = entries(folder), entries(folder / "model")
     run = run_here(*arguments)
-    assert_told(run, 2)
+    assert_reported(run, 2)
     assert run.output == ""
     assert entries(folder) == before
     assert entries(folder / "model") == inside
@@ -188,7 +190,7 @@ BAD_CHECKPOINTS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("problem", BAD_CHECKPOINTS)
-def test_bad_checkpoint_is_told_and_nothing_written(folder: Path, problem: str) -> None:
+def test_a_bad_checkpoint_is_reported_and_nothing_is_written(folder: Path, problem: str) -> None:
     BAD_CHECKPOINTS[problem](folder / "model")
     before = entries(folder)
     runs = [run_here("convert", "model", "new", *TP2), run_here("plan", "model", *TP2)]
@@ -196,7 +198,7 @@ def test_bad_checkpoint_is_told_and_nothing_written(folder: Path, problem: str) 
     if "config" not in problem and problem != "unknown dtype":
         runs += [run_here("inspect", "model", "--digest"), run_here("verify", "model", "model")]
     for run in runs:
-        assert_told(run, 2)
+        assert_reported(run, 2)
         assert "model" in run.errors
     assert entries(folder) == before
 
@@ -209,11 +211,11 @@ def test_a_tensor_of_an_unknown_dtype_is_listed(folder: Path) -> None:
     assert verified.code == 1 and "a of model cannot be read" in verified.output
 
 
-def test_existing_target_is_kept(folder: Path) -> None:
+def test_an_existing_target_is_kept(folder: Path) -> None:
     (folder / "new").mkdir()
     (folder / "new" / "precious").write_text("data")
     run = run_here("convert", "model", "new", *TP2)
-    assert_told(run, 2)
+    assert_reported(run, 2)
     assert "--overwrite" in run.errors
     assert entries(folder / "new") == {"precious"}
 
@@ -252,7 +254,7 @@ def test_every_error_has_its_code(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_goes_wrong_while_running_is_3(
+def test_a_failure_while_running_exits_with_3(
     error: BaseException, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -270,7 +272,7 @@ def test_what_goes_wrong_while_running_is_3(
     assert f"reshard: {message}" in traced.errors
 
 
-def test_another_conversion_staged_for_the_target_is_3(
+def test_another_conversion_staged_for_the_target_exits_with_3(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -278,9 +280,9 @@ def test_another_conversion_staged_for_the_target_is_3(
 
     with monkeypatch.context() as patch:
         patch.setattr("reshard.checkpoint.conversion.run._ConversionRun.finish", fail)
-        assert_told(run_here("convert", "model", "new", *TP2), 3)
+        assert_reported(run_here("convert", "model", "new", *TP2), 3)
     other = run_here("convert", "model", "new", "--to", "3")
-    assert_told(other, 3)
+    assert_reported(other, 3)
     assert "--restart" in other.errors
     assert not (folder / "new").exists()
     assert run_here("convert", "model", "new", "--to", "3", "--restart").code == 0
@@ -300,9 +302,11 @@ def test_another_conversion_staged_for_the_target_is_3(
         (("plan", "model", *TP2, "--strategy", "simpel"), "simple"),
     ],
 )
-def test_a_misspelt_word_is_told_its_near_match(arguments: tuple[str, ...], near: str) -> None:
+def test_the_error_for_a_misspelt_word_suggests_a_similar_word(
+    arguments: tuple[str, ...], near: str
+) -> None:
     run = run_here(*arguments)
-    assert_told(run, 2)
+    assert_reported(run, 2)
     # click 8.1 lists several near matches in other words.
     assert near in re.split("did you mean|possible options:", run.errors.lower(), maxsplit=1)[1]
 
@@ -313,7 +317,7 @@ def test_a_wrong_option_points_to_help() -> None:
 
 
 @pytest.mark.parametrize("missing", ["click", "rich"])
-def test_missing_extra_is_one_line(folder: Path, missing: str) -> None:
+def test_a_missing_package_is_one_line(folder: Path, missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None\n"
     code += "from reshard.cli import main; sys.exit(main())"
     run = run_alone("inspect", "model", cwd=folder, code=code)
@@ -325,13 +329,13 @@ def test_missing_extra_is_one_line(folder: Path, missing: str) -> None:
 @pytest.mark.parametrize(
     ("missing", "options"), [("xxhash", ()), ("zlib_ng", ("--format", "torch-dcp"))]
 )
-def test_missing_hash_library_is_told_before_anything_is_written(
+def test_a_missing_hash_library_is_reported_before_anything_is_written(
     folder: Path, missing: str, options: tuple[str, ...]
 ) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None\n"
     code += "from reshard.cli import main; sys.exit(main())"
     run = run_alone("convert", "model", "new", *TP2, *options, cwd=folder, code=code)
-    assert_told(run, 2)
+    assert_reported(run, 2)
     assert "pip install" in run.errors
     assert entries(folder) == {"model"}
 
@@ -354,7 +358,7 @@ TARGETS = TEXTS.filter(lambda text: re.search(r"\d{5}", text) is None)
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=choose(60, 200))
 @given(to=TARGETS, rule=TEXTS, memory=TEXTS)
-def test_no_text_is_an_internal_error(to: str, rule: str, memory: str) -> None:
+def test_no_text_of_an_option_leads_to_an_internal_error(to: str, rule: str, memory: str) -> None:
     for arguments in (("--to", to), (*TP2, f"--rule=*={rule}"), (*TP2, "--memory", memory)):
         run = run_here("plan", "model", *arguments)
         assert run.code in (0, 2), run.errors
@@ -364,5 +368,5 @@ def test_no_text_is_an_internal_error(to: str, rule: str, memory: str) -> None:
 @pytest.mark.parametrize("command", [("inspect", "model"), ("plan", "model", *TP2)])
 def test_a_picture_is_not_drawn_in_json(command: tuple[str, ...]) -> None:
     run = run_here(*command, "--picture", "norm", "--json")
-    assert_told(run, 2)
+    assert_reported(run, 2)
     assert run.json["error"]["kind"] == "UsageError"
