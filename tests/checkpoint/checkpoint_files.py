@@ -26,11 +26,10 @@ from numpy.typing import NDArray
 from oracle import Contents, contents_of_spec
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.safetensors.header import FileHeader, HeaderTensors
+from reshard.checkpoint.formats.safetensors.header import FileHeader, HeaderTensors, number_kinds
 from reshard.checkpoint.formats.safetensors.header_writer import (
     NewHeader,
     aligned_rows,
-    number_kinds,
     place_header,
 )
 from reshard.dtypes import ALL_DTYPES, DType

@@ -121,7 +121,7 @@ def read_damaged_header(content: bytes, path: Path) -> str:
     except safetensors.SafetensorError as error:
         raise Wrong(f"{content[:300]!r} is accepted, the safetensors package refuses it") from error
     if found != {tensor.name: list(tensor.shape) for tensor in header.tensors}:
-        raise Wrong(f"{header.tensors}, the safetensors package finds {found}")
+        raise Wrong(f"{[*header.tensors]}, the safetensors package finds {found}")
     return "accepted"
 
 

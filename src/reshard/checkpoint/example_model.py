@@ -15,11 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.checkpoint.formats.safetensors.header_writer import (
-    number_kinds,
-    place_header,
-    place_rows,
-)
+from reshard.checkpoint.formats.safetensors.header import number_kinds
+from reshard.checkpoint.formats.safetensors.header_writer import place_header, place_rows
 from reshard.checkpoint.formats.safetensors.huggingface import SINGLE_FILE
 from reshard.checkpoint.storage.filesystem import translate_os_errors
 from reshard.dtypes import dtype

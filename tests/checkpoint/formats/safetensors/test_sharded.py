@@ -21,6 +21,7 @@ from checkpoint.checkpoint_files import (
     write_file,
 )
 from reshard import checkpoint
+from reshard.checkpoint.formats.safetensors import header
 from reshard.checkpoint.formats.safetensors.sharded import rank_of_file, shard_file_name
 from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.errors import CheckpointError, CoverageError, UsageError
@@ -277,3 +278,37 @@ def test_copies_are_known_without_the_manifest(model: Path, tmp_path: Path) -> N
         path.write_bytes(path.read_bytes().replace(b"RESHARD_FILES", b"ANOTHER_FILES"))
     with pytest.raises(CoverageError, match="overlap"):
         checkpoint.open(tmp_path / "cut")
+
+
+def test_opening_shards_reads_each_header_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tensor("float32", (40, 4), 1)
+    write_boxes(tmp_path / "s", whole, [Box((0, 0), (20, 4)), Box((20, 0), (40, 4))], ranks=[0, 1])
+    # Other names, which recognition has to look into.
+    for rank in range(2):
+        (tmp_path / "s" / shard_file_name(rank)).rename(tmp_path / "s" / f"{rank}.safetensors")
+    reads: list[tuple[str, int]] = []
+    read_json = header._read_header_json
+
+    def count(path: Path, max_bytes: int = header.LARGEST_HEADER_BYTES) -> Any:
+        reads.append((Path(path).name, max_bytes))
+        return read_json(path, max_bytes)
+
+    monkeypatch.setattr(header, "_read_header_json", count)
+    assert checkpoint.open(tmp_path / "s").format == "sharded-safetensors"
+    assert [name for name, size in reads if size > 1 << 16] == ["0.safetensors", "1.safetensors"]
+    assert [name for name, size in reads if size <= 1 << 16] == ["0.safetensors"]
+
+
+@pytest.mark.parametrize("padding", [0, 100_000])
+def test_the_key_of_offsets_is_found_in_the_beginning_of_a_header(
+    tmp_path: Path, padding: int
+) -> None:
+    metadata = {"first": '"DCP_SHARDING_INFO": ' + "x" * padding, "format": "pt"}
+    # A tensor may have the name of the key.
+    tensors = {"DCP_SHARDING_INFO": tensor("float32", (2,), 1)}
+    write_file(tmp_path / "a", tensors, metadata)
+    write_file(tmp_path / "b", tensors, metadata | {"DCP_SHARDING_INFO": ""})
+    assert not header.has_metadata_key(tmp_path / "a", "DCP_SHARDING_INFO")
+    assert header.has_metadata_key(tmp_path / "b", "DCP_SHARDING_INFO")

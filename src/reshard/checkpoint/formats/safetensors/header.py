@@ -12,7 +12,7 @@
 1. The length is checked against the size of the file before the header is read.
 2. The JSON is parsed strictly: ambiguous text, such as a repeated key, is an error.
 3. Every entry is checked: its keys, their types, and that its byte range has exactly the size of
-   its shape (`TensorHeader`).
+   its shape.
 4. The tensors are sorted by offset. In a `FileHeader` each tensor starts at the end of the tensor
    before it, the first at the start of the data, and the last stops at the end of the file. This
    comparison, made for all tensors at once, excludes overlaps, holes and truncation.
@@ -42,7 +42,7 @@ from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -83,11 +83,8 @@ def tensor_size_bytes(element: DType, shape: Sequence[int]) -> int:
 HeaderKind = tuple[DType, tuple[int, ...]]
 
 
-class TensorHeader(Record):
-    """A tensor of a file, which takes bytes `start_bytes` to `stop_bytes` of the file.
-
-    Raises FormatError if the shape is impossible, or does not have the size of the range.
-    """
+class TensorHeader(NamedTuple):
+    """A tensor of a file, which takes bytes `start_bytes` to `stop_bytes` of the file."""
 
     name: str
     dtype: DType
@@ -95,28 +92,20 @@ class TensorHeader(Record):
     start_bytes: int
     stop_bytes: int
 
-    def __post_init__(self) -> None:
-        check_shape(self.name, self.dtype, self.shape)
-        if not 0 <= self.start_bytes <= self.stop_bytes <= LARGEST_OFFSET:
-            raise FormatError(
-                f"tensor {shown(self.name)}: bytes {self.start_bytes} to {self.stop_bytes} are "
-                f"no range of a file, expected 0 <= start <= stop < 2**63"
-            )
-        expected = tensor_size_bytes(self.dtype, self.shape)
-        if self.size_bytes != expected:
-            raise FormatError(
-                f"tensor {shown(self.name)}: bytes {self.start_bytes} to {self.stop_bytes} of "
-                f"the file are {self.size_bytes}, expected {expected} for {self.dtype} of shape "
-                f"{list(self.shape)}"
-            )
-
     @property
     def size_bytes(self) -> int:
         """The number of bytes of the tensor."""
         return self.stop_bytes - self.start_bytes
 
 
-class HeaderTensors(Sequence[TensorHeader]):
+def number_kinds(kinds: Iterable[HeaderKind]) -> tuple[tuple[HeaderKind, ...], IntArray]:
+    """Return the distinct kinds, and the number of each tensor's."""
+    numbers: dict[HeaderKind, int] = {}
+    kind = [numbers.setdefault((element, tuple(shape)), len(numbers)) for element, shape in kinds]
+    return tuple(numbers), np.array(kind, dtype=np.int64)
+
+
+class HeaderTensors:
     """The tensors of a file in the order of their offsets, as columns.
 
     Args:
@@ -152,15 +141,10 @@ class HeaderTensors(Sequence[TensorHeader]):
     @classmethod
     def of(cls, tensors: Iterable[TensorHeader]) -> HeaderTensors:
         """Return tensors as columns."""
-        if isinstance(tensors, HeaderTensors):
-            return tensors
         tensors = tuple(tensors)
-        numbers: dict[HeaderKind, int] = {}
-        kind = [
-            numbers.setdefault((tensor.dtype, tensor.shape), len(numbers)) for tensor in tensors
-        ]
-        starts = [one.start_bytes for one in tensors]
-        return cls([one.name for one in tensors], tuple(numbers), kind, starts)
+        kinds, kind = number_kinds((tensor.dtype, tensor.shape) for tensor in tensors)
+        names, starts = [t.name for t in tensors], [t.start_bytes for t in tensors]
+        return cls(names, kinds, kind, starts)
 
     @cached_property
     def sizes(self) -> IntArray:
@@ -175,15 +159,7 @@ class HeaderTensors(Sequence[TensorHeader]):
         stops: IntArray = self.starts + self.sizes
         return stops
 
-    @overload
-    def __getitem__(self, index: int) -> TensorHeader: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[TensorHeader, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> TensorHeader | tuple[TensorHeader, ...]:
-        if isinstance(index, slice):
-            return tuple(self[at] for at in range(*index.indices(len(self))))
+    def __getitem__(self, index: int) -> TensorHeader:
         element, shape = self.kinds[int(self.kind[index])]
         start, stop = int(self.starts[index]), int(self.stops[index])
         return TensorHeader(self.names[index], element, shape, start, stop)
@@ -191,14 +167,14 @@ class HeaderTensors(Sequence[TensorHeader]):
     def __len__(self) -> int:
         return len(self.names)
 
+    def __iter__(self) -> Iterator[TensorHeader]:
+        return map(self.__getitem__, range(len(self)))
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+        return isinstance(other, HeaderTensors) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
 
 
 class FileHeader(Record):
@@ -220,7 +196,7 @@ class FileHeader(Record):
 
     label: str
     metadata: Mapping[str, str] = field(hash=False)
-    tensors: Sequence[TensorHeader]
+    tensors: HeaderTensors
     data_start_bytes: int
     file_size_bytes: int
     unreadable: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -228,18 +204,13 @@ class FileHeader(Record):
     def __post_init__(self) -> None:
         check_metadata(self.label, self.metadata)
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
-        names = self.columns.names
+        names = self.tensors.names
         if len(set(names)) != len(names):
             twice = first_duplicate(names)
             raise FormatError(
                 f"{self.label}: tensor {shown(twice)} is there twice, expected every name once"
             )
         _check_coverage(self)
-
-    @property
-    def columns(self) -> HeaderTensors:
-        """The tensors as columns."""
-        return HeaderTensors.of(self.tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only view of a dictionary cannot be pickled, the dictionary can.
@@ -299,7 +270,7 @@ def _check_coverage(header: FileHeader) -> None:
             f"{label}: the data starts at byte {header.data_start_bytes} of a file of {size} "
             f"bytes, expected {LENGTH_BYTES} to {size}. If the file was cut off, copy it again"
         )
-    starts, stops = header.columns.starts, header.columns.stops
+    starts, stops = tensors.starts, tensors.stops
     expected = np.concatenate(([header.data_start_bytes], stops))
     misplaced = np.flatnonzero(starts != expected[:-1])
     if len(misplaced):
@@ -360,6 +331,8 @@ _OFFSETS = (
 )
 _FIXED_CHARACTERS = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
 _PIECE_CHARACTERS = 1 << 20
+# Metadata are mostly a few hundred bytes; offsets of shards, which are longer, follow their key.
+_FRONT_BYTES = 1 << 16
 
 #: Whitespace in JSON.
 JSON_SPACES = " \t\n\r"
@@ -395,8 +368,13 @@ def read_header(path: str | os.PathLike[str], *, allows_unknown: bool = False) -
     return header
 
 
-def _read_header_json(path: str | os.PathLike[str]) -> tuple[str, bytes, int]:
-    """Return the name of a file in errors, its header's JSON, and its size in bytes."""
+def _read_header_json(
+    path: str | os.PathLike[str], max_bytes: int = LARGEST_HEADER_BYTES
+) -> tuple[str, bytes, int]:
+    """Return the name of a file in errors, its header's JSON, and its size in bytes.
+
+    If the JSON is longer than `max_bytes`, only its beginning is returned.
+    """
     label = os.fspath(path)
     try:
         place = path if isinstance(path, Path) else Path(path)
@@ -407,6 +385,7 @@ def _read_header_json(path: str | os.PathLike[str]) -> tuple[str, bytes, int]:
             file_size_bytes = file.seek(0, os.SEEK_END)
             file.seek(0)
             length = _header_length(file.read(LENGTH_BYTES), file_size_bytes, label)
+            length = min(length, max_bytes)
             header_json = file.read(length)
     except FormatError:
         raise
@@ -514,16 +493,24 @@ def _parse_text(text: str, data_start_bytes: int, file_size_bytes: int, label: s
     return FileHeader(label, unchecked, tensors, data_start_bytes, file_size_bytes, unreadable)
 
 
-def read_metadata(path: str | os.PathLike[str]) -> Mapping[str, str]:
-    """Return the text metadata of the file at `path`, without parsing its tensors if possible.
+def has_metadata_key(path: str | os.PathLike[str], key: str) -> bool:
+    """Return whether the text metadata of the file at `path` have a key.
 
+    Only the beginning of a header is read if its metadata come first, as in nearly all files.
     Raises as `read_header`.
     """
-    label, header_json, file_size_bytes = _read_header_json(path)
-    metadata = find_metadata(_decode(header_json, label).lstrip(JSON_SPACES))
-    if metadata is None or not all(is_text(value) for value in metadata.values()):
-        return parse_header(header_json, file_size_bytes, label).metadata
-    return {key: str(value) for key, value in metadata.items()}
+    _, front, _ = _read_header_json(path, _FRONT_BYTES)
+    text = front.decode(errors="replace")
+    begin = re.match(r'\s*\{\s*"__metadata__"\s*:\s*(?=\{)', text)
+    if begin is not None:
+        try:
+            return key in json.JSONDecoder().raw_decode(text, begin.end())[0]
+        except (ValueError, RecursionError):
+            # All of the text is in the metadata. Quotation marks in texts are escaped, so the key
+            # cannot be a part of another text.
+            if f'"{key}":' in text:
+                return True
+    return key in read_header(path, allows_unknown=True).metadata
 
 
 def _decode(header_json: bytes, label: str) -> str:
@@ -594,12 +581,18 @@ def _tensor(
     # Other spellings of dtypes, such as "float32", are not tags.
     if element.safetensors_tag != tag:
         raise wrong(f"dtype {tag!r}", f"a tag such as {element.safetensors_tag or 'F32'!r}")
+    start, stop = data_start_bytes + start, data_start_bytes + stop
     try:
-        return TensorHeader(
-            name, element, tuple(shape), data_start_bytes + start, data_start_bytes + stop
-        )
+        check_shape(name, element, tuple(shape))
     except FormatError as error:
         raise FormatError(f"{label}: {error}. Its data_offsets are {shown(offsets)}") from error
+    if stop > LARGEST_OFFSET:
+        raise wrong(f"bytes {start} to {stop} are no range of a file", "an end below 2**63")
+    expected = tensor_size_bytes(element, shape)
+    if stop - start != expected:
+        found = f"data_offsets {shown(offsets)} are {stop - start} bytes"
+        raise wrong(found, f"{expected} for {element} of shape {shape}")
+    return TensorHeader(name, element, tuple(shape), start, stop)
 
 
 def _are_integers(value: object) -> bool:
@@ -665,24 +658,6 @@ def _find_end(text: str) -> int:
         begin = max(end - _PIECE_CHARACTERS, 0)
         end = begin + len(text[begin:end].rstrip(JSON_SPACES))
     return end
-
-
-def find_metadata(text: str) -> Mapping[str, object] | None:
-    """Return the metadata of a header, or None if it does not come first.
-
-    >>> find_metadata('{"__metadata__":{"format":"pt"},"w":...')
-    {'format': 'pt'}
-    """
-    if '"__metadata__"' not in text:
-        return {}
-    if not text.startswith('{"__metadata__":{'):
-        return None
-    try:
-        result: dict[str, object]
-        result, _ = json.JSONDecoder(object_pairs_hook=_expect_unique).raw_decode(text, 16)
-    except (ValueError, RecursionError):
-        return None
-    return result
 
 
 def find_offsets(text: str, names: Sequence[str]) -> dict[str, tuple[int, ...]] | None:

@@ -15,7 +15,7 @@ their sizes when it plans, and makes them when it writes them, a piece at a time
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from json.encoder import encode_basestring, encode_basestring_ascii
 
@@ -239,13 +239,6 @@ def place_rows(
         if longest <= LARGEST_HEADER_BYTES - _ALIGNMENT_BYTES or files >= len(rows):
             return placed
         files = min(len(rows), max(files + 1, -(-files * longest // LARGEST_HEADER_BYTES)))
-
-
-def number_kinds(kinds: Iterable[HeaderKind]) -> tuple[tuple[HeaderKind, ...], IntArray]:
-    """Return the distinct kinds, and the number of each tensor's."""
-    numbers: dict[HeaderKind, int] = {}
-    kind = [numbers.setdefault((element, tuple(shape)), len(numbers)) for element, shape in kinds]
-    return tuple(numbers), np.array(kind, dtype=np.int64)
 
 
 def place_header(header: NewHeader, label: str = "new file") -> NewHeader:

@@ -150,7 +150,7 @@ def read_indexed(index: Path) -> Checkpoint:
     expect_files(index, weight_map)
     read = partial(read_header, allows_unknown=True)
     headers = [*map_paths(read, (index.parent / name for name in names))]
-    found = {name: header.columns.names for name, header in zip(names, headers, strict=True)}
+    found = {name: header.tensors.names for name, header in zip(names, headers, strict=True)}
     check_weight_map(index, weight_map, found)
     return _checkpoint(index.parent, headers, names)
 
@@ -163,7 +163,7 @@ def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Ch
     unreadable: dict[str, str] = {}
     for name, header in zip(names, headers, strict=True):
         metadata.update(header.metadata)
-        columns = header.columns
+        columns = header.tensors
         if header.unreadable:
             unknown = header.unreadable.items()
             unreadable |= {tensor: f"in {header.label}, {why}" for tensor, why in unknown}

@@ -38,9 +38,9 @@ from reshard.checkpoint.formats.safetensors.header import (
     TensorHeader,
     drop_convention,
     find_offsets,
+    has_metadata_key,
     list_files,
     read_header,
-    read_metadata,
     select_files,
 )
 from reshard.checkpoint.formats.safetensors.header_writer import (
@@ -102,15 +102,7 @@ class ShardedFormat(CheckpointFormat):
     def open(self, path: Path) -> Checkpoint:
         """Describe the checkpoint from its files alone."""
         if path.is_dir():
-            names = list_files(path)
-            if not any(_is_sharded(path / name) for name in names):
-                raise CheckpointError(
-                    f"{len(names)} files of ranks in {path} ({', '.join(names[:3])}) do not say "
-                    f"where in their tensors their shards are; {MANIFEST_NAME} does, and it is "
-                    "missing. Fetch it again: shards that are interleaved or padded, such as those "
-                    "of fused parameters, are described nowhere else"
-                )
-            return read_without_manifest(path, names)
+            return read_without_manifest(path, list_files(path))
         return read_without_manifest(path.parent, [path.name])
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
@@ -199,7 +191,7 @@ FORMAT = ShardedFormat()
 
 
 def _is_sharded(path: Path) -> bool:
-    return SHARDING_INFO_KEY in read_metadata(path)
+    return has_metadata_key(path, SHARDING_INFO_KEY)
 
 
 def shard_file_name(rank: int, number: int = 1, many: int = 1) -> str:
@@ -275,7 +267,7 @@ def _read_shards(
     offsets = None
     if SHARDING_INFO_KEY in header.metadata:
         offsets = _read_offsets(path, header)
-    columns = header.columns
+    columns = header.tensors
     for name in columns.names:
         if name not in described:
             raise FormatError(f"{path} holds tensor {name!r}, which the manifest does not know")
@@ -335,11 +327,11 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
     """Describe a checkpoint of shards from its files alone.
 
     Raises:
-        FormatError: files without offsets, or offsets that do not fit.
+        CheckpointError: files without offsets.
+        FormatError: some files without offsets, or offsets that do not fit.
         CoverageError: shards of a tensor that differ in dtype or number of dimensions, overlap, or
             do not cover it; another number of files than they record.
     """
-    _check_file_numbers(folder, names)
     counts: dict[str, str | None] = {}
     shards: dict[str, list[tuple[int, str, TensorHeader, tuple[int, ...]]]] = {}
     files = []
@@ -352,9 +344,12 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
         files.append(StoredFile(name, header.file_size_bytes, rank))
         metadata.update(header.metadata)
         counts[name] = header.metadata.get(FILES_KEY)
+        if SHARDING_INFO_KEY not in header.metadata:
+            raise _explain_no_offsets(folder, name, names)
         offsets = _read_offsets(folder / name, header)
         for entry in header.tensors:
             shards.setdefault(entry.name, []).append((rank, name, entry, offsets[entry.name]))
+    _check_file_numbers(folder, names)
     # Other programs write each box once: a second file is left over from another save.
     has_copies = all(count is not None for count in counts.values())
     tensors = {
@@ -363,6 +358,21 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
     notes = _check_file_counts(folder, counts)
     return Checkpoint(
         folder, FORMAT.name, tensors, tuple(files), None, drop_convention(metadata), notes=notes
+    )
+
+
+def _explain_no_offsets(folder: Path, name: str, names: list[str]) -> CheckpointError:
+    """Return the error for the file `name` without offsets of shards."""
+    if any(_is_sharded(folder / other) for other in names):
+        return FormatError(
+            f"{folder / name} has no {SHARDING_INFO_KEY} in its metadata, while other files have; "
+            "whole and sharded tensors cannot be in one checkpoint"
+        )
+    return CheckpointError(
+        f"{len(names)} files of ranks in {folder} ({', '.join(names[:3])}) do not say where in "
+        f"their tensors their shards are; {MANIFEST_NAME} does, and it is missing. Fetch it again: "
+        "shards that are interleaved or padded, such as those of fused parameters, are described "
+        "nowhere else"
     )
 
 
@@ -404,24 +414,18 @@ def _check_file_numbers(folder: Path, names: list[str]) -> None:
 
 
 def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
-    text = header.metadata.get(SHARDING_INFO_KEY)
-    if text is None:
-        raise FormatError(
-            f"{path} has no {SHARDING_INFO_KEY} in its metadata, while other files have; "
-            "whole and sharded tensors cannot be in one checkpoint"
-        )
+    columns, text = header.tensors, header.metadata[SHARDING_INFO_KEY]
     try:
-        offsets = find_offsets(text, header.columns.names)
+        offsets = find_offsets(text, columns.names)
         if offsets is None:
             info = json.loads(text)
-            offsets = {name: tuple(info[name]["saved_offsets"]) for name in header.columns.names}
+            offsets = {name: tuple(info[name]["saved_offsets"]) for name in columns.names}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(
             f"{path}: {SHARDING_INFO_KEY} does not give `saved_offsets` for every tensor of the "
             f"file: {'no ' if isinstance(error, KeyError) else ''}{error}"
         ) from error
     checked: set[tuple[tuple[int, ...], int]] = set()
-    columns = header.columns
     for name, number in zip(columns.names, columns.kind.tolist(), strict=True):
         found = offsets[name]
         if _are_indices(found) and (found, number) in checked:
