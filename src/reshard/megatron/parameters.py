@@ -33,19 +33,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from reshard import cut_rules
 from reshard._records import Record
 from reshard._validation import check_int, check_ints
-from reshard.cut_rules import (
-    Blocks,
-    Ceil,
-    CutRule,
-    Heads,
-    Padded,
-    Pieces,
-    Sizes,
-    Strided,
-    ceil_sizes,
-)
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RuleError, SpecError
 from reshard.megatron.names import MegatronNames
@@ -236,7 +226,7 @@ class MegatronParameter(Record):
         total = sum(self.local_lengths)
         if self.partition_stride == 1:
             return None
-        return tuple(ceil_sizes(total, self.partition_stride).tolist())
+        return tuple(cut_rules.ceil_sizes(total, self.partition_stride).tolist())
 
     @property
     def global_shape(self) -> Shape:
@@ -256,7 +246,7 @@ class MegatronParameter(Record):
             return lengths[0] * self.heads
         return sum(lengths)
 
-    def rule(self) -> CutRule:
+    def rule(self) -> cut_rules.CutRule:
         """Return the rule that shards its dimension. Raises RuleError if none gives the
         local shapes.
         """
@@ -270,13 +260,13 @@ class MegatronParameter(Record):
             )
         return rule
 
-    def _find_rule(self, lengths: tuple[int, ...]) -> CutRule:
+    def _find_rule(self, lengths: tuple[int, ...]) -> cut_rules.CutRule:
         # At most one of these is set (`_check_cut`).
         if self.heads is not None:
-            return Heads(self.heads)
+            return cut_rules.Heads(self.heads)
         if self.true_length is not None:
             # All ranks are as long as the first, padding included; a multiple is at least 1.
-            return Padded(max(lengths[0], 1))
+            return cut_rules.Padded(max(lengths[0], 1))
         if self.partition_sizes is not None:
             return blocks_rule(self.sizes_by_rank)
         if self.partition_stride > 1:
@@ -284,9 +274,9 @@ class MegatronParameter(Record):
             # Ranks of unequal lengths have the same number of pieces each, if their lengths divide.
             if len(set(lengths)) > 1 and not any(length % stride for length in lengths):
                 return blocks_rule([(length // stride,) * stride for length in lengths])
-            return Strided(stride, lengths)
-        is_even = ceil_sizes(sum(lengths), self.parts).tolist() == list(lengths)
-        return Ceil() if is_even else Sizes(lengths)
+            return cut_rules.Strided(stride, lengths)
+        is_even = cut_rules.ceil_sizes(sum(lengths), self.parts).tolist() == list(lengths)
+        return cut_rules.Ceil() if is_even else cut_rules.Sizes(lengths)
 
     def spec(self) -> ShardingSpec:
         """Return the sharding over its grid of ranks.
@@ -302,15 +292,15 @@ class MegatronParameter(Record):
         )
 
 
-def blocks_rule(sizes_by_rank: Sequence[Sequence[int]]) -> CutRule:
+def blocks_rule(sizes_by_rank: Sequence[Sequence[int]]) -> cut_rules.CutRule:
     """Return the rule by which every rank has a piece of each block, of its own sizes.
 
     >>> blocks_rule([(4, 2), (4, 2)]).text, blocks_rule([(4, 2), (3, 1)]).text
     ('blocks[8,4]', 'pieces[4:3,2:1]')
     """
-    pieces = Pieces.from_splits(sizes_by_rank)
+    pieces = cut_rules.Pieces.from_splits(sizes_by_rank)
     if len(set(map(tuple, sizes_by_rank))) == 1:
-        return Blocks(tuple(sum(block) for block in pieces.pieces))
+        return cut_rules.Blocks(tuple(sum(block) for block in pieces.pieces))
     return pieces
 
 
@@ -319,7 +309,7 @@ def tensor_parallel_spec(
     axis: str,
     ndim: int,
     dim: int,
-    rule: CutRule | None,
+    rule: cut_rules.CutRule | None,
     places: dict[str, tuple[int, ...] | None],
 ) -> ShardingSpec:
     """Return the sharding of dimension `dim` by `rule` over `axis`, if any, at `places` only."""

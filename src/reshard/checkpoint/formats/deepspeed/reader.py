@@ -26,29 +26,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
-from reshard.checkpoint.formats.deepspeed import SavedFiles, expect_complete
-from reshard.checkpoint.formats.deepspeed.flat_buffers import (
-    deal_round_robin,
-    flat_pieces,
-    own_pieces,
-    part_size,
-    spread,
-)
-from reshard.checkpoint.formats.deepspeed.saved_states import (
-    ModelState,
-    Partition,
-    Shape,
-    WholeOptimizer,
-    add_model_values,
-    has_single_buffer,
-    list_differences,
-    list_optimizers,
-    merge_groups,
-    name_parameters,
-    plain_scalers,
-    read_model_state,
-    read_partition,
-    read_tensors,
+from reshard.checkpoint.formats.deepspeed import (
+    SavedFiles,
+    expect_complete,
+    flat_buffers,
+    saved_states,
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import Stored, TensorCollector
 from reshard.checkpoint.formats.deepspeed.tensor_parallel import INFO, Joiner
@@ -122,8 +104,8 @@ class SaveReader:
     def _read_files(self) -> None:
         saved, folder = self.saved, self.saved.folder
         names = saved.model_partitions or {(mp, 0): name for mp, name in saved.models.items()}
-        self.models = self._read_each(read_model_state, names)
-        self.partitions = self._read_each(read_partition, saved.partitions)
+        self.models = self._read_each(saved_states.read_model_state, names)
+        self.partitions = self._read_each(saved_states.read_partition, saved.partitions)
         counts = [count for partition in self.partitions.values() for count in partition.counts]
         first = next(iter(self.models.values()), None)
         # Groups of experts are partitioned over fewer ranks than the others.
@@ -215,11 +197,11 @@ class SaveReader:
                 for name, shape in model.frozen.items():
                     self._add_frozen(mp, name, shape)
         experts, layers = self.saved.experts, self.saved.layers
-        of_experts = self._read_each(read_tensors, experts)
+        of_experts = self._read_each(saved_states.read_tensors, experts)
         for key, file in experts.items():
             for name, archived in of_experts[key].items():
                 self.collector.add_copy(name, file, archived, self.slot(key[2], 0))
-        of_layers = self._read_each(read_tensors, layers)
+        of_layers = self._read_each(saved_states.read_tensors, layers)
         seen: set[tuple[str, int]] = set()
         for (layer, rank), file in layers.items():
             tensors = of_layers[layer, rank]
@@ -237,7 +219,12 @@ class SaveReader:
                 self.collector.add_part(name, name, mp, self.slot(mp, 0), file, archived)
 
     def _add_weight(
-        self, parameter: str, name: str, mp: int, model: ModelState, archived: ArchivedTensor
+        self,
+        parameter: str,
+        name: str,
+        mp: int,
+        model: saved_states.ModelState,
+        archived: ArchivedTensor,
     ) -> None:
         """Add a weight of the model, or a buffer, which tensor-parallel ranks have alike."""
         if name not in model.buffers:
@@ -280,12 +267,12 @@ class SaveReader:
                 "(layer_0_expert_5_mp_rank_00_model_states.pt) is missing, fetch it"
             )
 
-    def _add_frozen(self, mp: int, name: str, shape: Shape) -> None:
+    def _add_frozen(self, mp: int, name: str, shape: saved_states.Shape) -> None:
         """Add a parameter without an optimizer: each rank's file has its part."""
         elements = math.prod(shape)
-        size = part_size(elements, self.ranks)
+        size = flat_buffers.part_size(elements, self.ranks)
         pieces = []
-        for piece in own_pieces(elements, self.ranks, 0):
+        for piece in flat_buffers.own_pieces(elements, self.ranks, 0):
             model = self.models[mp, piece.container]
             buffer = model.fragments.get(name)
             if buffer is None or buffer.shape != (size,):
@@ -314,7 +301,9 @@ class SaveReader:
             self._add_hyper(parts[0], groups)
 
     def _expect_alike(
-        self, parts: list[Partition], groups: tuple[Mapping[str, Shape], ...]
+        self,
+        parts: list[saved_states.Partition],
+        groups: tuple[Mapping[str, saved_states.Shape], ...],
     ) -> None:
         first = parts[0]
         for part in parts:
@@ -328,7 +317,11 @@ class SaveReader:
                 )
 
     def _add_group(
-        self, mp: int, number: int, shapes: Mapping[str, Shape], parts: list[Partition]
+        self,
+        mp: int,
+        number: int,
+        shapes: Mapping[str, saved_states.Shape],
+        parts: list[saved_states.Partition],
     ) -> None:
         elements = [math.prod(shape) for shape in shapes.values()]
         count = self._count_partitions(parts[0], number)
@@ -336,7 +329,7 @@ class SaveReader:
             located = _find_own(elements, count)
         else:
             located = self._find_flat(number, elements, parts, count)
-        for ranks, names in spread([*shapes], count, self.ranks, self._is_data_first):
+        for ranks, names in flat_buffers.spread([*shapes], count, self.ranks, self._is_data_first):
             members = [parts[rank] for rank in ranks]
             first, size = members[0], members[0].masters[number].shape[0]
             # The float32 weights, and the state of the flat buffer, of each rank.
@@ -363,7 +356,7 @@ class SaveReader:
                         self.values.unread.append((own, why))
 
     def _find_flat(
-        self, number: int, elements: list[int], parts: list[Partition], count: int
+        self, number: int, elements: list[int], parts: list[saved_states.Partition], count: int
     ) -> list[tuple[Region, ...]]:
         """Return the pieces of the parameters of a group of stage 1 or 2."""
         first = parts[0]
@@ -385,26 +378,28 @@ class SaveReader:
                     f"{held} elements and {end} of padding, that of rank 0 "
                     f"has {size}. The files belong to different saves (rank {rank})"
                 )
-        return flat_pieces(elements, paddings, size)
+        return flat_buffers.flat_pieces(elements, paddings, size)
 
     def _add_whole_states(self) -> None:
         """Add the state of optimizers without partitions."""
-        optimizers = [*list_optimizers(self.saved, self.models)]
+        optimizers = [*saved_states.list_optimizers(self.saved, self.models)]
         has_one = len(optimizers) == 1
         groups: list[dict[str, Any]] = []
         for optimizer in optimizers:
             name = "optimizer" if has_one else f"optimizer in {optimizer.file}"
             self.whole_rest = self.whole_rest or optimizer.rest
             if optimizer.flat:
-                if not has_single_buffer(optimizer):
+                if not saved_states.has_single_buffer(optimizer):
                     why = "its flat buffers are ambiguous: they are of several groups"
                     self.values.unread.append((name, why))
                     continue
                 self._add_fused(optimizer)
                 own = [parameter for parameter, _ in optimizer.weights]
-                merge_groups(groups, [{**group, "params": [*own]} for group in optimizer.hyper])
+                saved_states.merge_groups(
+                    groups, [{**group, "params": [*own]} for group in optimizer.hyper]
+                )
                 continue
-            names = name_parameters(optimizer)
+            names = saved_states.name_parameters(optimizer)
             if names is None and not has_one:
                 # A number refers to a different parameter on each rank.
                 why = "its parameters have numbers, and their shapes are ambiguous"
@@ -427,14 +422,14 @@ class SaveReader:
                 {**group, "params": [names.get(n, n) for n in group["params"]]}
                 for group in optimizer.hyper
             ]
-            merge_groups(groups, named)
+            saved_states.merge_groups(groups, named)
         self.param_groups = groups or self.param_groups
 
-    def _add_fused(self, optimizer: WholeOptimizer) -> None:
+    def _add_fused(self, optimizer: saved_states.WholeOptimizer) -> None:
         """Add the state of a flat buffer of all parameters."""
         flat = optimizer.flat[0]
         sizes = [math.prod(shape) for _, shape in optimizer.weights]
-        pieces = flat_pieces(sizes, [0] * len(sizes), sum(sizes))
+        pieces = flat_buffers.flat_pieces(sizes, [0] * len(sizes), sum(sizes))
         kept = {MASTER: flat, **next(iter(optimizer.states.values()), {})}
         for (name, shape), own in zip(optimizer.weights, pieces, strict=True):
             for key, value in kept.items():
@@ -445,7 +440,9 @@ class SaveReader:
                 stored = [(0, self._locate(state, p, optimizer.file, value)) for p in own]
                 self.collector.add_pieces(name, state, optimizer.mp, shape, stored)
 
-    def _add_kept(self, parameter: str, key: str, value: Any, optimizer: WholeOptimizer) -> None:
+    def _add_kept(
+        self, parameter: str, key: str, value: Any, optimizer: saved_states.WholeOptimizer
+    ) -> None:
         """Add optimizer state of a parameter, whole in a file."""
         name, mp, file = state_name(parameter, key), optimizer.mp, optimizer.file
         if not isinstance(value, ArchivedTensor):
@@ -462,11 +459,13 @@ class SaveReader:
         config = self.first.rest.get("ds_config")
         return isinstance(config, dict) and bool(config.get("use_data_before_expert_parallelism"))
 
-    def _add_hyper(self, part: Partition, groups: tuple[Mapping[str, Shape], ...]) -> None:
+    def _add_hyper(
+        self, part: saved_states.Partition, groups: tuple[Mapping[str, saved_states.Shape], ...]
+    ) -> None:
         names = [
             [
                 name
-                for copy in spread(
+                for copy in flat_buffers.spread(
                     [*group], self._count_partitions(part, i), self.ranks, self._is_data_first
                 )
                 for name in copy.names
@@ -486,9 +485,9 @@ class SaveReader:
                 {**hyper, "params": [n for buffer in names[at : at + buffers] for n in buffer]}
             )
             at += buffers
-        merge_groups(self.param_groups, merged)
+        saved_states.merge_groups(self.param_groups, merged)
 
-    def _count_partitions(self, part: Partition, group: int) -> int:
+    def _count_partitions(self, part: saved_states.Partition, group: int) -> int:
         """Return the number of ranks over which a group is partitioned."""
         return part.counts[group] if group < len(part.counts) else self.ranks
 
@@ -498,33 +497,35 @@ class SaveReader:
         zero = config.get("zero_optimization") if isinstance(config, dict) else None
         if not isinstance(zero, dict) or not zero.get("round_robin_gradients"):
             return names
-        order = deal_round_robin(len(names), self.ranks)
+        order = flat_buffers.deal_round_robin(len(names), self.ranks)
         by_number = dict(zip(order, names, strict=True))
         return [by_number[number] for number in range(len(names))]
 
     def _add_values(self) -> None:
         values, model = self.values, self.first
-        add_model_values(values, model, self.collector.add_first)
+        saved_states.add_model_values(values, model, self.collector.add_first)
         rest, file = self.whole_rest, model.file
         if self.partitions:
             rest, file = self.partitions[0, 0].rest, self.partitions[0, 0].file
         if rest:
-            values.add_state(plain_scalers(rest), ("optimizer",), file, self.collector.add_first)
+            values.add_state(
+                saved_states.plain_scalers(rest), ("optimizer",), file, self.collector.add_first
+            )
         if self.param_groups:
             values.add(GROUPS, self.param_groups, label=file)
         for (mp, rank), other in self.models.items():
             if (mp, rank) != (0, 0):
                 skipped = {INFO} if self.tensor_ranks > 1 else set()
                 rest = {key: value for key, value in other.rest.items() if key not in skipped}
-                values.unread += list_differences(model.rest, rest, other.file)
+                values.unread += saved_states.list_differences(model.rest, rest, other.file)
 
 
 def _find_own(elements: list[int], count: int) -> list[tuple[Region, ...]]:
     """Return the pieces of the parameters of a sub-group of stage 3."""
     pieces, offset = [], 0
     for element in elements:
-        pieces.append(own_pieces(element, count, offset))
-        offset += part_size(element, count)
+        pieces.append(flat_buffers.own_pieces(element, count, offset))
+        offset += flat_buffers.part_size(element, count)
     return pieces
 
 

@@ -28,16 +28,7 @@ from reshard.checkpoint.formats.deepspeed import (
     UNIVERSAL_FOLDER,
     UNIVERSAL_STATE,
     SavedFiles,
-)
-from reshard.checkpoint.formats.deepspeed.saved_states import (
-    CUT_PARTS,
-    ModelState,
-    SavedPart,
-    Shape,
-    add_model_values,
-    plain_scalers,
-    read_file,
-    read_model_state,
+    saved_states,
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import Stored, TensorCollector
 from reshard.checkpoint.formats.deepspeed.writer import VERSION, Arranger, stage_member
@@ -87,7 +78,7 @@ class UniversalReader:
                 f"{saved.folder} has no file mp_rank_00_model_states.pt, which a universal "
                 "checkpoint has for its values; fetch it"
             )
-        models = [read_model_state(saved.folder, name) for name in names]
+        models = [saved_states.read_model_state(saved.folder, name) for name in names]
         self.files += names
         shapes = {name: shape for model in models for name, shape in model.shapes.items()}
         for model in models:
@@ -106,7 +97,7 @@ class UniversalReader:
             )
         self._expect_all_states(sorted(trained))
         self._add_parameters(listed, shapes)
-        add_model_values(self.values, models[0], self.collector.add_first)
+        saved_states.add_model_values(self.values, models[0], self.collector.add_first)
         self._add_optimizer(models[0])
         size = {name: (saved.folder / name).stat().st_size for name in self.files}
         return Checkpoint(
@@ -145,7 +136,7 @@ class UniversalReader:
                         "it, or run ds_to_universal again"
                     )
 
-    def _add_parameters(self, names: list[str], shapes: Mapping[str, Shape]) -> None:
+    def _add_parameters(self, names: list[str], shapes: Mapping[str, saved_states.Shape]) -> None:
         top = self.saved.folder / UNIVERSAL_FOLDER
         files: list[tuple[str, str]] = []
         for name in names:
@@ -161,7 +152,9 @@ class UniversalReader:
         for (name, entry), value in zip(files, values, strict=True):
             self._add_value(name, entry, value, shapes.get(name))
 
-    def _add_value(self, name: str, entry: str, value: Any, shape: Shape | None) -> None:
+    def _add_value(
+        self, name: str, entry: str, value: Any, shape: saved_states.Shape | None
+    ) -> None:
         """Add the contents of a file in a parameter's folder."""
 
         key = entry.removesuffix(_SUFFIX)
@@ -184,7 +177,7 @@ class UniversalReader:
             )
 
     def _add_state(
-        self, name: str, file: str, archived: ArchivedTensor, shape: Shape | None
+        self, name: str, file: str, archived: ArchivedTensor, shape: saved_states.Shape | None
     ) -> None:
         if shape is None or archived.shape == shape or not archived.shape:
             self.collector.add_whole(name, file, archived)
@@ -197,17 +190,21 @@ class UniversalReader:
         region = Region.dense(archived.shape, Stored(file, archived), archived.view.offset)
         self.collector.add_flat(name, shape, [(0, region)])
 
-    def _add_optimizer(self, model: ModelState) -> None:
+    def _add_optimizer(self, model: saved_states.ModelState) -> None:
         if not (self.saved.folder / UNIVERSAL_STATE).is_file():
             raise CheckpointError(
                 f"{self.saved.folder / UNIVERSAL_STATE} is missing, which has the "
                 "hyper-parameters; fetch it"
             )
-        part = read_file(self.saved.folder, UNIVERSAL_STATE)
+        part = saved_states.read_file(self.saved.folder, UNIVERSAL_STATE)
         self.files.append(UNIVERSAL_STATE)
-        rest = {key: value for key, value in part.value.items() if key not in CUT_PARTS}
+        rest = {
+            key: value for key, value in part.value.items() if key not in saved_states.CUT_PARTS
+        }
         add_tensor = self.collector.add_first
-        self.values.add_state(plain_scalers(rest), ("optimizer",), UNIVERSAL_STATE, add_tensor)
+        self.values.add_state(
+            saved_states.plain_scalers(rest), ("optimizer",), UNIVERSAL_STATE, add_tensor
+        )
         groups = part.get("param_groups")
         if groups is None and isinstance(part.get("optimizer_state_dict"), dict):
             groups = part.within("optimizer_state_dict").get("param_groups")
@@ -216,7 +213,7 @@ class UniversalReader:
             self.values.add(GROUPS, named, label=UNIVERSAL_STATE)
         self._add_steps(part, model)
 
-    def _add_steps(self, part: SavedPart, model: ModelState) -> None:
+    def _add_steps(self, part: saved_states.SavedPart, model: saved_states.ModelState) -> None:
         """Add steps for parameters that lack them: in stage 3, only this file has steps."""
         base = part.get("optimizer_state_dict")
         states = base.get("state") if isinstance(base, dict) else None
@@ -233,7 +230,7 @@ class UniversalReader:
 
 
 def _name_groups(
-    part: SavedPart, groups: Any, names: list[list[str]]
+    part: saved_states.SavedPart, groups: Any, names: list[list[str]]
 ) -> Iterator[Mapping[str, Any]]:
     """Yield groups with the names of parameters for the numbers of flat buffers."""
     at = 0

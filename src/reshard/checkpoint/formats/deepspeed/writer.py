@@ -12,13 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reshard.checkpoint.formats.deepspeed.flat_buffers import (
-    expert_sets,
-    list_layers,
-    local_names,
-    own_pieces,
-    part_size,
-)
+from reshard.checkpoint.formats.deepspeed import flat_buffers
 from reshard.checkpoint.formats.deepspeed.saved_states import SCALER_CLASS
 from reshard.checkpoint.formats.deepspeed.training_parts import (
     CONFIG,
@@ -175,7 +169,7 @@ class Arranger:
             name: path for name, path in {**self._paths, **paths}.items() if name in leaves
         }
         nested = unflatten_state(leaves, settle_paths(leaves, known_paths))
-        experts = list_layers(parts.experts)
+        experts = flat_buffers.list_layers(parts.experts)
         config = nested.get(CONFIG)
         config = dict(config) if isinstance(config, dict) else {}
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
@@ -309,9 +303,9 @@ class ZeroArranger(Arranger):
             if own in parts.frozen:
                 fragments[own] = module[own]
         for own, shape in parts.frozen.items() if is_stage3 else ():
-            size = part_size(math.prod(shape), self.ranks)
+            size = flat_buffers.part_size(math.prod(shape), self.ranks)
             fragments[own] = NewTensor.of(self.new.tensors[own].dtype, (size,))
-            for piece in own_pieces(math.prod(shape), self.ranks, 0):
+            for piece in flat_buffers.own_pieces(math.prod(shape), self.ranks, 0):
                 if piece.container == rank:
                     self.files.put(own, rank, fragments[own])
         others, paths = self._put_others(rank)
@@ -326,7 +320,7 @@ class ZeroArranger(Arranger):
 
     def _write_experts(self) -> None:
         """Write a file for the weights of each expert of each layer."""
-        layers = list_layers(self.parts.experts)
+        layers = flat_buffers.list_layers(self.parts.experts)
         for (layer, experts), expert in (
             (pair, expert) for pair in enumerate(layers.values()) for expert in sorted(pair[1])
         ):
@@ -432,7 +426,7 @@ class ZeroArranger(Arranger):
     def _fragments(self, rank: int, buffer: int) -> Any:
         """Return the positions of parameters' parts in a rank's partition, by name."""
         pieces = self.plan.by_rank[rank]
-        (local,) = local_names([self.plan.copy(buffer, rank)])
+        (local,) = flat_buffers.local_names([self.plan.copy(buffer, rank)])
         own = {
             local[name]: pieces[name]
             for name in self.parts.groups[self.plan.owners[buffer]].names
@@ -478,7 +472,7 @@ def plan_partitions(
         parts.expect_no_experts("stage 3")
         return plan_own(parts, ranks, zero)
     is_data_first = values.get(f"{CONFIG}.use_data_before_expert_parallelism") is True
-    members = expert_sets(ranks, sets, is_data_first)
+    members = flat_buffers.expert_sets(ranks, sets, is_data_first)
     return plan_flat(parts, ranks, members, zero, low.itemsize_bytes)
 
 

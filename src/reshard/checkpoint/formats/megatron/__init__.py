@@ -7,7 +7,7 @@
     torch_dist/         checkpoints of `dist_checkpointing`
     legacy/             a folder for each model-parallel rank
     fsdp_dtensor        checkpoints of Megatron FSDP
-    parameters          names, order and tensor parallelism of a model's parameters
+    modules             names, order and tensor parallelism of the parameters of modules
     common_state        arguments, parameter groups, steps
     rank_blocks         blocks of ranks, in tensors and in flat buffers of optimizer state
 
@@ -16,8 +16,13 @@ Neither Megatron nor PyTorch is imported.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.format import CheckpointFormat, Listing
 from reshard.errors import CheckpointError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
@@ -62,3 +67,38 @@ def find_iteration(path: Path) -> Path | None:
             + (f"there is {others[-1]}, name that" if others else "fetch it again")
         )
     return folder
+
+
+class MegatronFormat(CheckpointFormat):
+    """A format with a folder for each step, which Megatron's names and values are in."""
+
+    training = "megatron"
+
+    @abstractmethod
+    def detect_step(self, folder: Path) -> bool:
+        """Return whether the folder of a step is of this format."""
+
+    @abstractmethod
+    def read_step(self, folder: Path) -> Checkpoint:
+        """Describe the checkpoint in the folder of a step."""
+
+    def detect(self, listing: Listing) -> bool:
+        """Return whether it is the folder of a step, or of all steps, of this format."""
+        folder = find_iteration(listing.path)
+        return folder is not None and self.detect_step(folder)
+
+    def open(self, path: Path) -> Checkpoint:
+        """Describe the checkpoint of the requested step, or of the last."""
+        return self.read_step(find_iteration(path) or path)
+
+    def find_read_names(self, names: Collection[str]) -> Mapping[str, str]:
+        """Name norms and experts as the reader does, by whichever layers they were written."""
+        from reshard.checkpoint.formats.megatron.modules import find_read_names
+
+        return find_read_names(names)
+
+    def is_own_value(self, name: str, value: Any) -> bool:
+        """Return whether Megatron's files have such a value of their own."""
+        from reshard.checkpoint.formats.megatron.common_state import is_own_value
+
+        return is_own_value(name, value)

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from reshard.checkpoint.contents import StoredItem
-from reshard.checkpoint.formats.megatron.parameters import is_expert
+from reshard.checkpoint.formats.megatron.modules import is_expert
 from reshard.checkpoint.formats.torch_files.building import NewStorage, NewTensor
 from reshard.checkpoint.formats.torch_files.nested_states import (
     PlainValues,

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.formats.format import CheckpointFormat, Listing
-from reshard.checkpoint.formats.megatron import find_iteration
+from reshard.checkpoint.formats.megatron import MegatronFormat
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
 
 FORMAT_NAME = "megatron-fsdp"
@@ -39,7 +38,7 @@ def read(folder: Path) -> Checkpoint:
         CheckpointError, FormatError, CoverageError: as a distributed checkpoint of PyTorch.
     """
     from reshard.checkpoint.formats.megatron.common_state import add_state, read_object
-    from reshard.checkpoint.formats.megatron.parameters import engine_name
+    from reshard.checkpoint.formats.megatron.modules import engine_name
     from reshard.checkpoint.formats.torch_dcp.reader import read as read_chunks
     from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
     from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, split_state_name
@@ -119,23 +118,21 @@ def _name_tensors(checkpoint: Checkpoint) -> Iterator[StoredTensor]:
     yield from name_parameters(name_all(), checkpoint.folder)
 
 
-class MegatronFsdpFormat(CheckpointFormat):
+class MegatronFsdpFormat(MegatronFormat):
     """The folder of a step with `.metadata` of PyTorch, and nothing else of Megatron."""
 
     name = FORMAT_NAME
     evidence = f"`iter_XXXXXXX/{METADATA_NAME}` of Megatron FSDP"
-    training = "megatron"
 
-    def detect(self, listing: Listing) -> bool:
-        """Return whether it is the folder of a step, or of all, with a distributed checkpoint."""
-        folder = find_iteration(listing.path)
-        if folder is None or not re.fullmatch(_STEP_FOLDER, folder.resolve().name):
+    def detect_step(self, folder: Path) -> bool:
+        """Return whether a folder that is named for a step has a distributed checkpoint."""
+        if not re.fullmatch(_STEP_FOLDER, folder.resolve().name):
             return False
         return (folder / METADATA_NAME).is_file() and not (folder / "common.pt").exists()
 
-    def open(self, path: Path) -> Checkpoint:
-        """Describe the checkpoint of the requested step, or of the last."""
-        return read(find_iteration(path) or path)
+    def read_step(self, folder: Path) -> Checkpoint:
+        """Describe the distributed checkpoint."""
+        return read(folder)
 
 
 FORMAT = MegatronFsdpFormat()

@@ -35,7 +35,9 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.blocks.fusing import StoredRegion
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.megatron.parameters import is_expert
+from reshard.checkpoint.formats.megatron.modules import is_expert
+from reshard.checkpoint.formats.torch_files.reading import region_of
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.dtypes import DType
 from reshard.errors import FormatError
 from reshard.geometry.regions import bind_regions, flat_regions
@@ -224,9 +226,57 @@ def plan_buffer(
     return BufferPlan(tuple(lengths), tuple(places))
 
 
+# The buckets of a buffer by number: length, type, and the regions of a 1-D tensor. The bucket of a
+# coalesced buffer has the number -1.
+Buckets = dict[int, tuple[int, DType, list[StoredRegion]]]
+_COALESCED = -1
+
+
+def read_buffers(
+    state: Any, slot: int, path: str, start_bytes: int = 0
+) -> dict[int, dict[str, Buckets]]:
+    """Return the coalesced buffers in the state of a distributed optimizer, by number and key.
+
+    A buffer has the parameters of a single type, by which its tensors are stored. The state begins
+    at `start_bytes` of a file, which rank `slot` has.
+    """
+    buffers: dict[int, dict[str, Buckets]] = {}
+    for number, types in state.items() if isinstance(state, dict) else ():
+        tensors = next(iter(types.values()), None) if isinstance(types, dict) else None
+        if type(number) is int and isinstance(tensors, dict):
+            buffers[number] = {
+                key: {
+                    _COALESCED: (of.shape[0], of.dtype, [(slot, region_of(path, of, start_bytes))])
+                }
+                for key, of in tensors.items()
+                if isinstance(of, ArchivedTensor) and len(of.shape) == 1
+            }
+    return buffers
+
+
+def lengths_of(buffer: Mapping[str, Buckets]) -> int | tuple[int, ...] | None:
+    """Return the lengths of a buffer's buckets, or its length if it is coalesced.
+
+    None if they differ by key, or if there are none.
+    """
+    found = {tuple((n, buckets[n][0]) for n in sorted(buckets)) for buckets in buffer.values()}
+    if len(found) != 1:
+        return None
+    numbers, lengths = zip(*found.pop(), strict=True)
+    return lengths[0] if _COALESCED in numbers else lengths
+
+
+def take_block(
+    buckets: Buckets, bucket: int, start: int, shape: Shape
+) -> tuple[DType, list[StoredRegion]]:
+    """Return the block of `shape` that begins at an index of a bucket of a plan."""
+    _, dtype, regions = buckets[sorted(buckets)[bucket]]
+    return dtype, [*flat_block(regions, start, shape)]
+
+
 def find_plan(
     parameters: Sequence[RankParameter],
-    lengths: int | Sequence[int],
+    lengths: int | Sequence[int] | None,
     bucket_elements: Iterable[int] = (),
 ) -> BufferPlan | None:
     """Return a plan whose buckets have the lengths in a checkpoint, or None.
@@ -235,9 +285,11 @@ def find_plan(
 
     Args:
         parameters: in the order of the modules.
-        lengths: of each bucket without padding, or their sum.
+        lengths: of each bucket without padding, or their sum; None if they are not known.
         bucket_elements: possible requested numbers of elements of a bucket.
     """
+    if lengths is None:
+        return None
     sizes: list[int | None] = [None, *bucket_elements]
     if not isinstance(lengths, int):
         # The first bucket was full when it was closed, and not before.

@@ -19,16 +19,8 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from reshard.checkpoint.formats.megatron import modules
 from reshard.checkpoint.formats.megatron.common_state import PARALLELISM
-from reshard.checkpoint.formats.megatron.parameters import (
-    ParameterCut,
-    count_layers,
-    engine_name,
-    find_cut,
-    is_expert,
-    split_expert,
-    split_layer,
-)
 from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.errors import FormatError, RecipeError, UsageError
@@ -112,8 +104,6 @@ class Parallelism(NamedTuple):
 
 AXES = ("tp", "pp", "ep", "vp", "dp", "cp")
 _PLACED = RankPlace._fields
-# The layers that stages share out.
-_DECODER = "decoder.layers."
 
 
 class StageLayouts:
@@ -152,7 +142,7 @@ class StageLayouts:
             )
         weights = [name for name in shapes if split_state_name(name) is None]
         self.names = set(weights)
-        self.engine = {name: engine_name(name, self.names) for name in weights}
+        self.engine = {name: modules.engine_name(name, self.names) for name in weights}
         self.weights: dict[str, tuple[int, ...]] = {
             self.engine[name]: shapes[name] for name in weights
         }
@@ -186,9 +176,9 @@ class StageLayouts:
         }
 
     def _count_layers(self) -> dict[str, int]:
-        counts = count_layers(self.weights)
+        counts = modules.count_layers(self.weights)
         pp, vp = self.sizes.pp, self.sizes.vp
-        count = counts.get(_DECODER, 0)
+        count = counts.get(modules.DECODER, 0)
         if count % (pp * vp):
             stages, choice = f"{pp} stages", "pp"
             if vp > 1:
@@ -197,7 +187,7 @@ class StageLayouts:
         return counts
 
     def _count_experts(self) -> int:
-        numbers = [expert[1] for name in self.weights if (expert := split_expert(name))]
+        numbers = [expert[1] for name in self.weights if (expert := modules.split_expert(name))]
         count = max(numbers, default=-1) + 1
         if count % self.sizes.ep:
             raise RecipeError(
@@ -214,7 +204,7 @@ class StageLayouts:
         """Return the parameter of a tensor, by its name in Transformer Engine's layers."""
         state = split_state_name(name)
         parameter = name if state is None else state[0]
-        return self.engine.get(parameter) or engine_name(parameter, self.names)
+        return self.engine.get(parameter) or modules.engine_name(parameter, self.names)
 
     def _layout(self, name: str) -> Layout:
         shape, parameter = self.shapes[name], self.parameter_of(name)
@@ -239,7 +229,7 @@ class StageLayouts:
 
     def is_held(self, parameter: str, place: RankPlace) -> bool:
         """Return whether the rank at a place has a part of a parameter."""
-        expert = split_expert(parameter)
+        expert = modules.split_expert(parameter)
         if expert is not None and expert[1] // (self.experts // self.sizes.ep) != place.ep:
             return False
         return (place.pp, place.vp) in self.stages(parameter)
@@ -254,9 +244,9 @@ class StageLayouts:
         """Return the stages that have a parameter, each with the number of its chunk."""
         sizes = self.sizes
         first, last = (0, 0), (sizes.pp - 1, sizes.vp - 1)
-        layer = split_layer(parameter)
-        if layer is not None and layer[0] == _DECODER:
-            stretch = layer[1] // (self.layers[_DECODER] // (sizes.pp * sizes.vp))
+        layer = modules.split_layer(parameter)
+        if layer is not None and layer[0] == modules.DECODER:
+            stretch = layer[1] // (self.layers[modules.DECODER] // (sizes.pp * sizes.vp))
             return ((stretch % sizes.pp, stretch // sizes.pp),)
         if parameter.startswith("embedding."):
             is_twice = self.is_tied and parameter == EMBEDDING and last != first
@@ -265,18 +255,18 @@ class StageLayouts:
 
     def first_layer(self, row: str, place: RankPlace) -> int:
         """Return the first layer of a chunk of a stage, in the whole model."""
-        if row != _DECODER:
+        if row != modules.DECODER:
             return 0
         sizes = self.sizes
         return (place.vp * sizes.pp + place.pp) * (self.layers[row] // (sizes.pp * sizes.vp))
 
-    def cut(self, parameter: str, shape: tuple[int, ...]) -> ParameterCut:
+    def cut(self, parameter: str, shape: tuple[int, ...]) -> modules.ParameterCut:
         """Return the dimension that tensor parallelism cuts, and the stretches of each part."""
         tp = self.sizes.tp
         if tp == 1 or not shape:
             return None, 1
         known = ChainMap({parameter: shape}, self.weights)
-        cut = find_cut(parameter, known, self.arguments.get("q_lora_rank"))
+        cut = modules.find_cut(parameter, known, self.arguments.get("q_lora_rank"))
         if cut is None:
             raise RecipeError(
                 f"how Megatron cuts {parameter!r} over tensor-parallel ranks is not known; convert "
@@ -305,16 +295,10 @@ class StageLayouts:
         """Return a parameter's name on the rank at a place, in Transformer Engine's layers."""
         if self.is_tied and parameter == EMBEDDING and place.pp > 0:
             return OUTPUT
-        if (layer := split_layer(parameter)) is not None:
-            row, number, rest = layer
-            parameter = f"{row}{number - self.first_layer(row, place)}{rest}"
-        if (expert := split_expert(parameter)) is not None:
-            before, number, rest = expert
-            first = place.ep * (self.experts // self.sizes.ep)
-            parameter = f"{before}{number - first}{rest}"
-        return parameter
+        first_expert = place.ep * (self.experts // self.sizes.ep)
+        return modules.renumber(parameter, lambda row: -self.first_layer(row, place), -first_expert)
 
     @property
     def has_expert_optimizer(self) -> bool:
         """Whether experts have an optimizer of their own."""
-        return self.sizes.ep > 1 and any(map(is_expert, self.weights))
+        return self.sizes.ep > 1 and any(map(modules.is_expert, self.weights))

@@ -63,14 +63,7 @@ from reshard.errors import (
 from reshard.geometry.regions import bind_regions
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
-from reshard.notation.dtensor import (
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    StridedShard,
-    sharding_of_placements,
-)
+from reshard.notation import dtensor
 from reshard.sharding import ShardingSpec
 
 _WRAPPERS = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
@@ -158,12 +151,12 @@ class PartReader:
         if type(local) is not ArchivedTensor:
             raise UnreadableTensorError(f"a DTensor whose part is {explain(what)}")
         placements = [_placement(where, placement) for placement in spec["placements"]]
-        if any(isinstance(placement, Partial) for placement in placements):
+        if any(isinstance(placement, dtensor.Partial) for placement in placements):
             raise FormatError(
                 f"{where} is partial: ranks hold contributions to its values. Save it after "
                 "`redistribute` to Shard or Replicate"
             )
-        sharding = sharding_of_placements(
+        sharding = dtensor.sharding_of_placements(
             self._mesh(where, spec["mesh"]), placements, len(shape), _shard_order(spec)
         )
         if local.dtype is not dtype:
@@ -283,19 +276,19 @@ def _dtype_and_shape(where: str, call: Call) -> tuple[DType, tuple[int, ...]]:
         raise UnreadableTensorError(f"of {error}") from error
 
 
-def _placement(where: str, call: Call) -> Placement:
+def _placement(where: str, call: Call) -> dtensor.Placement:
     name, state = call.function.name, call.state
     # A state without names has its values in the order of the fields.
     values = [*state.values()] if isinstance(state, dict) else [*call.arguments]
     match name, values:
         case "Shard", [int(dim), *_]:
-            return Shard(dim)
+            return dtensor.Shard(dim)
         case "_StridedShard", [int(dim), int(factor), *_]:
-            return StridedShard(dim, factor)
+            return dtensor.StridedShard(dim, factor)
         case "Replicate", _:
-            return Replicate()
+            return dtensor.Replicate()
         case (("Partial" | "_Partial"), _):
-            return Partial()
+            return dtensor.Partial()
     raise FormatError(
         f"{where} has the placement {shortened(str(call.function))}, expected Shard, "
         "_StridedShard or Replicate"

@@ -23,20 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.formats import source_sharding
 from reshard.checkpoint.formats.rank_files.parts import (
     LocalPart,
     Parts,
     bind_sharding,
     list_parameters,
-)
-from reshard.checkpoint.formats.source_sharding import (
-    DescribedPart,
-    SourceSharding,
-    describe_no_lacking,
-    find_layouts,
-    find_missing_axes,
-    join_shapes,
-    select_by_rules,
 )
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.errors import CoverageError, FormatError, ShardError, UsageError
@@ -59,11 +51,13 @@ def lacks_axis(parts: Parts) -> bool:
     return len({box.box for box in boxes}) < len(boxes)
 
 
-def _describe(rank: int, part: LocalPart) -> Iterator[DescribedPart]:
+def _describe(rank: int, part: LocalPart) -> Iterator[source_sharding.DescribedPart]:
     """Yield the boxes of a rank's part, as its file describes them."""
     if part.sharding is None:
         whole = Box((0,) * len(part.shape), part.shape)
-        yield from (DescribedPart(box, part.shape) for box in part.boxes or (whole,))
+        yield from (
+            source_sharding.DescribedPart(box, part.shape) for box in part.boxes or (whole,)
+        )
         return
     layout = part.sharding.layout(part.shape)
     group = part.sharding.mesh.devices
@@ -71,11 +65,11 @@ def _describe(rank: int, part: LocalPart) -> Iterator[DescribedPart]:
     if not boxes:
         local = part.tensors[0].shape
         boxes = (Box((0,) * len(local), local),)
-    yield from (DescribedPart(box, part.shape, group) for box in boxes)
+    yield from (source_sharding.DescribedPart(box, part.shape, group) for box in boxes)
 
 
 def cut_lacking_parts(
-    folder: Path, parts: Mapping[str, Parts], cut: SourceSharding, ranks: int
+    folder: Path, parts: Mapping[str, Parts], cut: source_sharding.SourceSharding, ranks: int
 ) -> tuple[dict[str, StoredTensor], DeviceMesh]:
     """Return the tensors whose own description lacks an axis, cut by a mesh and rules.
 
@@ -88,9 +82,9 @@ def cut_lacking_parts(
     """
     cut.expect_ranks(folder, ranks)
     lacking = [name for name, of_tensor in parts.items() if lacks_axis(of_tensor)]
-    chosen = select_by_rules(lacking, cut)
+    chosen = source_sharding.select_by_rules(lacking, cut)
     if not chosen:
-        raise UsageError(describe_no_lacking(folder, lacking))
+        raise UsageError(source_sharding.describe_no_lacking(folder, lacking))
     described = {}
     for name in chosen:
         by_rank = {rank: [*_describe(rank, part)] for rank, (_, part) in parts[name].items()}
@@ -101,7 +95,7 @@ def cut_lacking_parts(
                 "expected one that a rule can set apart; save it as one part a rank"
             )
         described[name] = {rank: of_rank[0] for rank, of_rank in by_rank.items()}
-    cuts, mesh = find_missing_axes(described, cut, folder)
+    cuts, mesh = source_sharding.find_missing_axes(described, cut, folder)
     # Optimizer state is sharded as its parameter.
     numbers = list_parameters(parts, chosen)
     for name in lacking:
@@ -119,7 +113,7 @@ def cut_lacking_parts(
 
 
 def cut_plain_parts(
-    folder: Path, parts: Mapping[str, Parts], cut: SourceSharding, ranks: int
+    folder: Path, parts: Mapping[str, Parts], cut: source_sharding.SourceSharding, ranks: int
 ) -> dict[str, StoredTensor]:
     """Return the tensors that consist of plain parts of ranks, by a mesh and rules.
 
@@ -150,10 +144,10 @@ def cut_plain_parts(
     led = {name: own for name, own in shapes.items() if name not in followed}
     tensors = {}
     try:
-        cuts = find_layouts(led, cut.mesh, cut.find_shardings, may_lack=True)
+        cuts = source_sharding.find_layouts(led, cut.mesh, cut.find_shardings, may_lack=True)
         for name, leader in followed.items():
             sharding = _follow(cuts[leader][0], local[leader], local[name], cut)
-            layout = join_shapes(name, shapes[name], sharding, may_lack=True)
+            layout = source_sharding.join_shapes(name, shapes[name], sharding, may_lack=True)
             cuts[name] = sharding, layout
     except ShardError as error:
         raise FormatError(f"{folder}: tensor {error}") from error
@@ -186,7 +180,7 @@ def _are_alike(state: Parts, parameter: Parts) -> bool:
 
 
 def _follow(
-    sharding: ShardingSpec, parameter: Shape, state: Shape, cut: SourceSharding
+    sharding: ShardingSpec, parameter: Shape, state: Shape, cut: source_sharding.SourceSharding
 ) -> ShardingSpec:
     """Return the sharding of optimizer state: its parameter's sharding, or whole for scalars."""
     return sharding if state == parameter else ShardingSpec(cut.mesh, [DimSpec() for _ in state])
@@ -201,7 +195,9 @@ _RULES = (
 )
 
 
-def find_meta_cut(folder: Path, parts: Mapping[str, Parts], ranks: int) -> SourceSharding | None:
+def find_meta_cut(
+    folder: Path, parts: Mapping[str, Parts], ranks: int
+) -> source_sharding.SourceSharding | None:
     """Return how files of Meta's Llama shard its tensors; None for files of others.
 
     Raises:
@@ -228,7 +224,7 @@ def find_meta_cut(folder: Path, parts: Mapping[str, Parts], ranks: int) -> Sourc
     _, first = next(iter(parts[_EMBEDDING].values()))
     is_by_columns = first.shape[-1] != given.get("dim")
     embedding = f"{_EMBEDDING}={'-, mp' if is_by_columns else 'mp, -'}"
-    return SourceSharding.of(f"mp={ranks}", (embedding, *_RULES, "*=..."))
+    return source_sharding.SourceSharding.of(f"mp={ranks}", (embedding, *_RULES, "*=..."))
 
 
 def _read_parameters(folder: Path) -> Mapping[str, Any] | None:

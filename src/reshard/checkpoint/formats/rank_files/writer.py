@@ -25,13 +25,7 @@ from reshard.checkpoint.formats.rank_files import (
     OPTIMIZER,
     split_rank_name,
 )
-from reshard.checkpoint.formats.torch_files.building import (
-    NewStorage,
-    NewTensor,
-    TorchFilesBuilder,
-    new_object,
-    size_of,
-)
+from reshard.checkpoint.formats.torch_files import building
 from reshard.checkpoint.formats.torch_files.nested_states import unflatten_state
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
     GROUPS,
@@ -48,13 +42,7 @@ from reshard.checkpoint.formats.write_plan import (
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import NotationError, RecipeError, UsageError
 from reshard.mesh import DeviceMesh
-from reshard.notation.dtensor import (
-    Placement,
-    Shard,
-    StridedShard,
-    find_placements,
-    sharding_of_placements,
-)
+from reshard.notation import dtensor
 from reshard.sharding import ShardingSpec
 from reshard.sharding import spec as parse_sharding
 
@@ -87,7 +75,7 @@ def arrange_rank_files(format_name: str, new: NewCheckpoint) -> WritePlan:
             "them. Give rules, or --to full with another --format"
         )
     numbers = _find_numbers(new, cuts)
-    builder = TorchFilesBuilder(new.tensors)
+    builder = building.TorchFilesBuilder(new.tensors)
     for rank in sorted(mesh.devices):
         _RankFiles(new, mesh, cuts, numbers, rank, builder).write()
     bound = builder.bind(has_specs=True)
@@ -120,7 +108,7 @@ def _keep_states_whole(new: NewCheckpoint, mesh: DeviceMesh) -> tuple[NewCheckpo
 
 def _find_cut(
     name: str, tensor: PlannedTensor, mesh: DeviceMesh
-) -> tuple[ShardingSpec, tuple[Placement, ...]] | None:
+) -> tuple[ShardingSpec, tuple[dtensor.Placement, ...]] | None:
     """Return the sharding and the placements of a tensor, or None if no axis shards it."""
     shape = tensor.layout.shape
     if tensor.spec is None:
@@ -134,12 +122,15 @@ def _find_cut(
     if not any(dim.levels for dim in sharding.dim_specs):
         return None
     try:
-        placements = find_placements(sharding, shape)
+        placements = dtensor.find_placements(sharding, shape)
     except NotationError as error:
         raise RecipeError(f"tensor {name!r}: {error}") from error
     # torch shards by ceil, axis by axis, which may give other parts of uneven shapes.
-    if sharding_of_placements(mesh, placements, len(shape)).layout(shape) is not tensor.layout:
-        said = sharding_of_placements(mesh, placements, len(shape)).layout(shape)
+    if (
+        dtensor.sharding_of_placements(mesh, placements, len(shape)).layout(shape)
+        is not tensor.layout
+    ):
+        said = dtensor.sharding_of_placements(mesh, placements, len(shape)).layout(shape)
         if any(said.boxes(rank) != tensor.layout.boxes(rank) for rank in mesh.devices):
             raise RecipeError(
                 f"tensor {name!r} of {list(shape)}, cut by `{tensor.spec}`: DTensor's "
@@ -181,10 +172,10 @@ class _RankFiles:
         self,
         new: NewCheckpoint,
         mesh: DeviceMesh,
-        cuts: Mapping[str, tuple[ShardingSpec, tuple[Placement, ...]] | None],
+        cuts: Mapping[str, tuple[ShardingSpec, tuple[dtensor.Placement, ...]] | None],
         numbers: Mapping[str, int],
         rank: int,
-        builder: TorchFilesBuilder,
+        builder: building.TorchFilesBuilder,
     ) -> None:
         self._new = new
         self._builder = builder
@@ -210,7 +201,9 @@ class _RankFiles:
             if local is not None:
                 filled = self._builder.put_new(name, self._rank, local)
             else:
-                filled = NewTensor.of(tensor.dtype, self._empty_shape(tensor.layout.shape, cut))
+                filled = building.NewTensor.of(
+                    tensor.dtype, self._empty_shape(tensor.layout.shape, cut)
+                )
             states[kind][name] = filled if cut is None else _describe(tensor, filled, cut, mesh)
             paths[name] = path
         for name, value in self._new.values.items():
@@ -268,7 +261,7 @@ class _RankFiles:
         return [{**group, "params": [*self._numbers.values()]} for group in groups]
 
     def _empty_shape(
-        self, shape: tuple[int, ...], cut: tuple[ShardingSpec, tuple[Placement, ...]] | None
+        self, shape: tuple[int, ...], cut: tuple[ShardingSpec, tuple[dtensor.Placement, ...]] | None
     ) -> tuple[int, ...]:
         """Return the shape of an empty part: 0 in the dimensions that are sharded."""
         dims = cut[0].dim_specs if cut is not None else ()
@@ -279,20 +272,20 @@ class _RankFiles:
         mesh = self._mesh
         strides = View.row_major(mesh.shape).strides
         axes = tuple(
-            new_object(_LAYOUT, "_FlatLayout", {"shape": (size,), "stride": (stride,)})
+            building.new_object(_LAYOUT, "_FlatLayout", {"shape": (size,), "stride": (stride,)})
             if size > 1
-            else new_object(_LAYOUT, "_FlatLayout", {"shape": (), "stride": ()})
+            else building.new_object(_LAYOUT, "_FlatLayout", {"shape": (), "stride": ()})
             for size, stride in zip(mesh.shape, strides, strict=True)
         )
         nameless = tuple(f"dim{number}" for number in range(len(mesh.shape)))
         content = np.array(mesh.devices, dtype=np.int32).tobytes()
         int32 = as_dtype("int32")
         count = len(mesh.devices)
-        ranks = NewTensor.of(int32, (count,), NewStorage(int32, count, content))
+        ranks = building.NewTensor.of(int32, (count,), building.NewStorage(int32, count, content))
         place = np.unravel_index(list(mesh.devices).index(self._rank), mesh.shape)
         state = {
             "_device_type": "cpu",
-            "_layout": new_object(_LAYOUT, "_MeshLayout", {"axes": axes}),
+            "_layout": building.new_object(_LAYOUT, "_MeshLayout", {"axes": axes}),
             "_rank_map": ranks,
             # The names that reading gives the axes of a mesh without names.
             "_mesh_dim_names": None if mesh.axis_names == nameless else tuple(mesh.axis_names),
@@ -307,54 +300,58 @@ class _RankFiles:
         if len(mesh.shape) == 1 and list(mesh.devices) == sorted(mesh.devices):
             # The name of the group of all ranks; the names of other groups depend on the program.
             state["_dim_group_names"] = ["0"]
-        return new_object("torch.distributed.device_mesh", "DeviceMesh", state)
+        return building.new_object("torch.distributed.device_mesh", "DeviceMesh", state)
 
 
 def _describe(
     tensor: PlannedTensor,
-    local: NewTensor,
-    cut: tuple[ShardingSpec, tuple[Placement, ...]],
+    local: building.NewTensor,
+    cut: tuple[ShardingSpec, tuple[dtensor.Placement, ...]],
     mesh: Call,
 ) -> Call:
     """Return a DTensor, as PyTorch 2.13 pickles it."""
     placements = cut[1]
     shape = tensor.layout.shape
     strides = View.row_major(shape).strides
-    meta = Call(Global(_SPEC, "TensorMeta"), (size_of(shape), strides, tensor.dtype), is_new=True)
+    meta = Call(
+        Global(_SPEC, "TensorMeta"), (building.size_of(shape), strides, tensor.dtype), is_new=True
+    )
     state = {
         "mesh": mesh,
         "placements": tuple(_describe_placement(placement) for placement in placements),
         "tensor_meta": meta,
         "shard_order": _describe_order(placements),
-        "use_strided_shard_as_shard_order": any(isinstance(p, StridedShard) for p in placements),
+        "use_strided_shard_as_shard_order": any(
+            isinstance(p, dtensor.StridedShard) for p in placements
+        ),
         "_hash": None,
     }
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     device = Call(Global("torch", "device"), ("cpu",))
     made = (_DTENSOR, tensor.dtype, shape, strides, 0, layout, device, False)
-    own = {"_local_tensor": local, "_spec": new_object(_SPEC, "DTensorSpec", state)}
+    own = {"_local_tensor": local, "_spec": building.new_object(_SPEC, "DTensorSpec", state)}
     wrapper = Global("torch._utils", "_rebuild_wrapper_subclass")
     return Call(
         Global("torch._tensor", "_rebuild_from_type_v2"), (wrapper, _DTENSOR, made, (None, own))
     )
 
 
-def _describe_placement(placement: Placement) -> Call:
-    if isinstance(placement, StridedShard):
+def _describe_placement(placement: dtensor.Placement) -> Call:
+    if isinstance(placement, dtensor.StridedShard):
         state = {"dim": placement.dim, "split_factor": placement.split_factor}
-        return new_object(_TYPES, "_StridedShard", state)
-    if isinstance(placement, Shard):
-        return new_object(_TYPES, "Shard", {"dim": placement.dim})
+        return building.new_object(_TYPES, "_StridedShard", state)
+    if isinstance(placement, dtensor.Shard):
+        return building.new_object(_TYPES, "Shard", {"dim": placement.dim})
     return Call(Global(_TYPES, "Replicate"), (), is_new=True)
 
 
-def _describe_order(placements: tuple[Placement, ...]) -> tuple[Call, ...] | None:
+def _describe_order(placements: tuple[dtensor.Placement, ...]) -> tuple[Call, ...] | None:
     """Return the axes that cut each dimension, in the order of the mesh."""
     by_dim: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard | StridedShard):
+        if isinstance(placement, dtensor.Shard | dtensor.StridedShard):
             by_dim.setdefault(placement.dim, []).append(axis)
-    if any(isinstance(placement, StridedShard) for placement in placements):
+    if any(isinstance(placement, dtensor.StridedShard) for placement in placements):
         return None
     return tuple(
         Call(Global(_SPEC, "ShardOrderEntry"), (dim, tuple(axes)), is_new=True)

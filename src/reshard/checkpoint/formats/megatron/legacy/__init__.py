@@ -14,18 +14,13 @@ and `writer` plans new checkpoints.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.format import (
-    Capability,
-    CheckpointFormat,
-    Listing,
-    check_against_manifest,
-)
-from reshard.checkpoint.formats.megatron import TRACKER_NAME, find_iteration
+from reshard.checkpoint.formats.format import Capability, check_against_manifest
+from reshard.checkpoint.formats.megatron import TRACKER_NAME, MegatronFormat, find_iteration
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import Manifest
 from reshard.errors import CheckpointError, UsageError
@@ -82,31 +77,26 @@ def check_complete(folder: Path, sizes: Parallelism) -> None:
         )
 
 
-class MegatronLegacyFormat(CheckpointFormat):
+class MegatronLegacyFormat(MegatronFormat):
     """A folder with `mp_rank_XX`, or with such a folder for each step."""
 
     name = FORMAT_NAME
-    training = "megatron"
     evidence = f"`mp_rank_XX/{MODEL_NAMES[0]}` of Megatron"
+    capabilities = frozenset({Capability.WHOLE, Capability.SHARDS, Capability.VALUES})
 
-    def detect(self, listing: Listing) -> bool:
+    def detect_step(self, folder: Path) -> bool:
         """Return whether there are folders of ranks with Megatron's files."""
-        folder = find_iteration(listing.path)
-        if folder is None or not folder.is_dir():
-            return False
         return any(
             (folder / name / file).exists()
             for name in list_rank_folders(folder)
             for file in MODEL_NAMES
         )
 
-    def open(self, path: Path) -> Checkpoint:
-        """Describe the checkpoint of the requested step, or of the last."""
+    def read_step(self, folder: Path) -> Checkpoint:
+        """Describe the checkpoint in the folders of ranks."""
         from reshard.checkpoint.formats.megatron.legacy.reader import read
 
-        return read(find_iteration(path) or path)
-
-    capabilities = frozenset({Capability.WHOLE, Capability.SHARDS, Capability.VALUES})
+        return read(folder)
 
     def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
@@ -124,29 +114,15 @@ class MegatronLegacyFormat(CheckpointFormat):
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Return a folder for each model-parallel rank."""
-
         from reshard.checkpoint.formats.megatron.legacy.writer import arrange
 
         return arrange(new)
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """Return the file that names the last step."""
-
         from reshard.checkpoint.formats.megatron.legacy.writer import final_files
 
         return final_files(write_plan)
-
-    def find_read_names(self, names: Collection[str]) -> Mapping[str, str]:
-        """Name norms and experts as the reader does, by whichever layers they were written."""
-        from reshard.checkpoint.formats.megatron.parameters import find_read_names
-
-        return find_read_names(names)
-
-    def is_own_value(self, name: str, value: Any) -> bool:
-        """Return whether Megatron's files have such a value of their own."""
-        from reshard.checkpoint.formats.megatron.common_state import is_own_value
-
-        return is_own_value(name, value)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """Return the file that names the last step, if the folder of all steps was opened."""

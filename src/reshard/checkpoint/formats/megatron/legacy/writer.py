@@ -18,36 +18,17 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from reshard.checkpoint.formats.megatron import TRACKER_NAME, iteration_name
-from reshard.checkpoint.formats.megatron.common_state import (
-    arguments_of,
-    describe_decay,
-    find_groups,
-    has_stacked_experts,
-    held_values,
-    nest_values,
-    optimizer_state,
-    scaler_state,
-    split_groups,
-    without_steps,
+from reshard.checkpoint.formats.megatron import (
+    TRACKER_NAME,
+    common_state,
+    iteration_name,
+    modules,
+    rank_blocks,
 )
 from reshard.checkpoint.formats.megatron.legacy import (
     FORMAT_NAME,
     MODEL_NAMES,
     OPTIMIZER_NAME,
-)
-from reshard.checkpoint.formats.megatron.parameters import (
-    expect_mixers,
-    grouped_name,
-    is_expert,
-    local_name,
-    sort_by_modules,
-)
-from reshard.checkpoint.formats.megatron.rank_blocks import (
-    RankParameter,
-    bucket_sizes,
-    list_buffers,
-    plan_buffer,
 )
 from reshard.checkpoint.formats.megatron.rank_layouts import RankPlace, StageLayouts
 from reshard.checkpoint.formats.torch_files.building import NewTensor, TorchFilesBuilder
@@ -95,17 +76,17 @@ class _Arranger:
 
     def __init__(self, new: NewCheckpoint) -> None:
         self.values = new.values
-        self.arguments = arguments_of(new.values)
+        self.arguments = common_state.arguments_of(new.values)
         self.is_distributed = bool(self.arguments.get("use_distributed_optimizer", True))
-        self.new = new = without_steps(new) if self.is_distributed else new
+        self.new = new = common_state.without_steps(new) if self.is_distributed else new
         shapes = {name: tensor.layout.shape for name, tensor in new.tensors.items()}
         self.stages = StageLayouts(new.mesh, shapes, self.arguments)
-        if self.stages.experts and has_stacked_experts(self.arguments):
+        if self.stages.experts and common_state.has_stacked_experts(self.arguments):
             raise RecipeError(
                 "by args.moe_grouped_gemm a layer's experts are one weight (GroupedMLP), "
                 "which is not written; convert to torch-dist, which GroupedMLP loads"
             )
-        expect_mixers(new.tensors, in_parts=False)
+        modules.expect_mixers(new.tensors, in_parts=False)
         self.is_local = self.arguments.get("transformer_impl") == "local"
         self.is_grouped = bool(self.arguments.get("moe_grouped_gemm"))
         # The tensors of each parameter, by key; the weight under "".
@@ -143,14 +124,14 @@ class _Arranger:
             self.new.mesh,
             {name: bound[name] for name in self.new.tensors},
             tuple(self.builder.files),
-            values=held_values(self.new),
+            values=common_state.held_values(self.new),
             paths=dict(self.new.paths),
-            notes=describe_decay(self.values, self.new.tensors),
+            notes=common_state.describe_decay(self.values, self.new.tensors),
         )
 
     def _sort(self, has_state: bool) -> list[str]:
         """Return the parameters in the order of the modules; as they are where none need it."""
-        ordered, unknown = sort_by_modules(self.of, self.arguments)
+        ordered, unknown = modules.sort_by_modules(self.of, self.arguments)
         unknown = [name for name in unknown if len(self.of[name]) > 1]
         if has_state and unknown:
             raise RecipeError(
@@ -164,8 +145,8 @@ class _Arranger:
         parts = _ChunkParts(place, slot, {}, {})
         for name in self.stages.held(ordered, place):
             own = self.stages.rank_name(name, place)
-            own = local_name(own) if self.is_local else own
-            own = grouped_name(own) if self.is_grouped else own
+            own = modules.local_name(own) if self.is_local else own
+            own = modules.grouped_name(own) if self.is_grouped else own
             parts.parameters[own] = name
             whole = self.stages.weights.get(name)
             if whole is not None:
@@ -207,7 +188,7 @@ class _Arranger:
         sizes = self.stages.sizes
         chunks = sizes.vp if sizes.vp > 1 else None
         own = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "etp": sizes.etp, "vp": chunks}
-        return nest_values(self.values, self.new.paths, own)
+        return common_state.nest_values(self.values, self.new.paths, own)
 
     def _split(self, chunks: list[_ChunkParts]) -> list[list[_Own]]:
         """Return the parameters of each optimizer of the chain."""
@@ -219,12 +200,14 @@ class _Arranger:
         ]
         if not self.stages.has_expert_optimizer:
             return [own]
-        return [[pair for pair in own if is_expert(pair[1]) == flag] for flag in (False, True)]
+        return [
+            [pair for pair in own if modules.is_expert(pair[1]) == flag] for flag in (False, True)
+        ]
 
     def _groups(self) -> Any:
         """Return the state of a distributed optimizer without its buffers."""
         chain = [False, True] if self.stages.has_expert_optimizer else [False]
-        states = [optimizer_state(self.values, of_experts=flag) for flag in chain]
+        states = [common_state.optimizer_state(self.values, of_experts=flag) for flag in chain]
         return states if len(states) > 1 else states[0]
 
     def _flat_state(self, chunks: list[_ChunkParts]) -> Any:
@@ -249,12 +232,16 @@ class _Arranger:
                     "determines the buffer; convert to torch-dist"
                 )
             dtype = self.new.tensors[weight].dtype
-            parameters.append(RankParameter(chunk.place.vp, name, dtype, chunk.shapes[name]))
+            parameters.append(
+                rank_blocks.RankParameter(chunk.place.vp, name, dtype, chunk.shapes[name])
+            )
         is_shared = self.stages.sizes.pp > 1 and self.stages.is_tied
         state: dict[Any, Any] = {"buckets_coalesced": True}
-        for number, buffer in enumerate(list_buffers(parameters, is_embedding_shared=is_shared)):
+        for number, buffer in enumerate(
+            rank_blocks.list_buffers(parameters, is_embedding_shared=is_shared)
+        ):
             chunk = chunks[buffer[0].chunk]
-            plan = plan_buffer(buffer, self._bucket_size(chunk)).coalesced()
+            plan = rank_blocks.plan_buffer(buffer, self._bucket_size(chunk)).coalesced()
             (length,), wide = plan.lengths, as_dtype("float32")
             kept = {key: NewTensor.of(wide, (length,)) for key in _FLAT_KEYS.values()}
             types = (Global("torch", buffer[0].dtype.name), Global("torch", "float32"))
@@ -280,17 +267,17 @@ class _Arranger:
         is_first = (chunk.place.pp, chunk.place.vp) == (0, 0)
         if not self.arguments.get("overlap_grad_reduce") or not is_first:
             return None
-        return bucket_sizes(self.arguments)[0]
+        return rank_blocks.bucket_sizes(self.arguments)[0]
 
     def _number_state(self, chunks: list[_ChunkParts]) -> Any:
         """Return the state of an optimizer that is not distributed, by numbers of parameters."""
         chain = []
         for flag, parameters in enumerate(self._split(chunks)):
-            groups = split_groups(self.values, of_experts=bool(flag))
+            groups = common_state.split_groups(self.values, of_experts=bool(flag))
             in_group: list[list[_Own]] = [[] for _ in groups]
             for chunk, name in parameters:
                 # If several groups fit, the first is taken.
-                for number in find_groups(groups, name, chunk.shapes[name])[:1]:
+                for number in common_state.find_groups(groups, name, chunk.shapes[name])[:1]:
                     in_group[number].append((chunk, name))
             state: dict[int, dict[str, Any]] = {}
             masters: list[list[NewTensor]] = []
@@ -307,7 +294,7 @@ class _Arranger:
                 {
                     "optimizer": {"state": state, "param_groups": [kept_groups[n] for n in kept]},
                     "fp32_from_fp16_params": [masters[n] for n in kept],
-                    **scaler_state(self.values),
+                    **common_state.scaler_state(self.values),
                 }
             )
         return chain if len(chain) > 1 else chain[0]

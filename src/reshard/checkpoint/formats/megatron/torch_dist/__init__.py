@@ -8,13 +8,12 @@ They are distributed checkpoints of PyTorch (`torch_dcp`) in which layers and ex
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
-from reshard.checkpoint.formats.megatron import find_iteration
+from reshard.checkpoint.formats.format import Capability
+from reshard.checkpoint.formats.megatron import MegatronFormat
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME, SUFFIX
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import Manifest
@@ -38,11 +37,10 @@ def backend_of(folder: Path) -> str | None:
     return backend if isinstance(backend, str) else None
 
 
-class TorchDistFormat(CheckpointFormat):
+class TorchDistFormat(MegatronFormat):
     """A folder with `metadata.json` of Megatron and a distributed checkpoint of PyTorch."""
 
     name = FORMAT_NAME
-    training = "megatron"
     evidence = f"`{CONFIG_NAME}` of Megatron and `{METADATA_NAME}`"
     suffixes = (SUFFIX,)
     capabilities = frozenset(
@@ -55,37 +53,22 @@ class TorchDistFormat(CheckpointFormat):
         }
     )
 
-    def detect(self, listing: Listing) -> bool:
-        """Return whether Megatron wrote the folder of a step, or the folder of all steps."""
-        folder = find_iteration(listing.path)
-        if folder is None or not folder.is_dir():
-            return False
+    def detect_step(self, folder: Path) -> bool:
+        """Return whether Megatron wrote a distributed checkpoint in the folder of a step."""
         has_metadata = (folder / METADATA_NAME).exists()
         return backend_of(folder) is not None or (has_metadata and (folder / COMMON_NAME).exists())
 
-    def open(self, path: Path) -> Checkpoint:
-        """Describe the checkpoint of the requested step, or of the last."""
+    def read_step(self, folder: Path) -> Checkpoint:
+        """Describe the distributed checkpoint, and the state without tensors."""
         from reshard.checkpoint.formats.megatron.torch_dist.reader import read
 
-        return read(find_iteration(path) or path)
+        return read(folder)
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
         """Describe the checkpoint in the layouts of the manifest."""
         from reshard.checkpoint.formats.torch_dcp.reader import bind_to_manifest
 
         return bind_to_manifest(self.open(folder), manifest)
-
-    def find_read_names(self, names: Collection[str]) -> Mapping[str, str]:
-        """Name norms and experts as the reader does, by whichever layers they were written."""
-        from reshard.checkpoint.formats.megatron.parameters import find_read_names
-
-        return find_read_names(names)
-
-    def is_own_value(self, name: str, value: Any) -> bool:
-        """Return whether Megatron's files have such a value of their own."""
-        from reshard.checkpoint.formats.megatron.common_state import is_own_value
-
-        return is_own_value(name, value)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """Return the files of states without tensors."""

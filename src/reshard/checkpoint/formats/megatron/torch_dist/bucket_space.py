@@ -19,30 +19,15 @@ State that does not fit is listed as unread.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.blocks.fusing import StoredRegion, list_stored_regions
+from reshard.checkpoint.blocks.fusing import list_stored_regions
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.formats.megatron.common_state import (
-    add_optimizer,
-    arguments_of,
-    has_stacked_experts,
-    read_object,
-)
-from reshard.checkpoint.formats.megatron.parameters import common_key, is_expert, sort_by_modules
-from reshard.checkpoint.formats.megatron.rank_blocks import (
-    BufferPlan,
-    RankParameter,
-    WholeTensors,
-    bucket_sizes,
-    find_plan,
-    flat_block,
-    list_buffers,
-    split_chain,
-)
+from reshard.checkpoint.formats.megatron import common_state, rank_blocks
+from reshard.checkpoint.formats.megatron.modules import common_key, is_expert, sort_by_modules
 from reshard.checkpoint.formats.megatron.rank_layouts import (
     Parallelism,
     RankPlace,
@@ -50,9 +35,7 @@ from reshard.checkpoint.formats.megatron.rank_layouts import (
 )
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
-from reshard.checkpoint.formats.torch_files.reading import read_storage, region_of
-from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
-from reshard.dtypes import DType
+from reshard.checkpoint.formats.torch_files.reading import read_storage
 from reshard.errors import RecipeError
 from reshard.megatron.names import EMBEDDING
 from reshard.mesh import DeviceMesh
@@ -73,12 +56,8 @@ def is_of_buckets(name: str) -> bool:
     return _BUCKET.match(name) is not None or _OBJECT.match(name) is not None
 
 
-# The buckets of a buffer by number: length, type, and the regions of a 1-D tensor. The bucket of a
-# coalesced buffer has the number -1.
-_Buckets = dict[int, tuple[int, DType, list[StoredRegion]]]
 # The buckets of each key, by optimizer of the chain, rank and buffer.
-_Buffers = dict[tuple[int, int, int], dict[str, _Buckets]]
-_COALESCED = -1
+_Buffers = dict[tuple[int, int, int], dict[str, rank_blocks.Buckets]]
 
 
 def has_buckets(found: Checkpoint) -> bool:
@@ -96,7 +75,7 @@ def read_buckets(
     buffers = _collect(folder, found)
     _read_groups(folder, found, plain)
     try:
-        return _assemble(folder, arguments_of(plain.values), buffers, weights), []
+        return _assemble(folder, common_state.arguments_of(plain.values), buffers, weights), []
     except RecipeError as error:
         return {}, [("the optimizer's buckets", str(error))]
 
@@ -115,19 +94,11 @@ def _collect(folder: Path, found: Checkpoint) -> _Buffers:
         if match is None or match[3] != "param_state":
             continue
         # An object is a list of the values that the rank saved under the name.
-        parts = read_object(folder, item)
+        parts = common_state.read_object(folder, item)
         state = parts[0] if isinstance(parts, list) and len(parts) == 1 else None
-        for number, types in state.items() if isinstance(state, dict) else ():
-            tensors = next(iter(types.values()), None) if isinstance(types, dict) else None
-            if type(number) is not int or not isinstance(tensors, dict):
-                continue
-            buffer_of = result.setdefault((int(match[1] or 0), int(match[2]), number), {})
-            for key, tensor in tensors.items():
-                if isinstance(tensor, ArchivedTensor) and len(tensor.shape) == 1:
-                    path, start_bytes = item.place.path, item.place.start_bytes
-                    region = region_of(path, tensor, start_bytes)
-                    whole = tensor.shape[0], tensor.dtype, [(item.rank, region)]
-                    buffer_of[key] = {_COALESCED: whole}
+        path, start_bytes = item.place.path, item.place.start_bytes
+        for number, keyed in rank_blocks.read_buffers(state, item.rank, path, start_bytes).items():
+            result.setdefault((int(match[1] or 0), int(match[2]), number), {}).update(keyed)
     return result
 
 
@@ -140,11 +111,11 @@ def _read_groups(folder: Path, found: Checkpoint, plain: PlainValues) -> None:
         if match is None or part not in _STATE_PARTS or (match[1], part) in chains:
             continue
         chains.add((match[1], part))
-        parts = read_object(folder, item)
+        parts = common_state.read_object(folder, item)
         if isinstance(parts, list) and parts:
             path, start_bytes = folder / item.place.path, item.place.start_bytes
             read = partial(read_storage, path, start_bytes=start_bytes)
-            add_optimizer(plain, {"optimizer": {}, part: parts[0]}, read)
+            common_state.add_optimizer(plain, {"optimizer": {}, part: parts[0]}, read)
 
 
 def _assemble(
@@ -164,7 +135,7 @@ def _assemble(
             f"buckets of {sizes} are not read; load it with Megatron-core and save it with "
             "--dist-ckpt-optim-fully-reshardable"
         )
-    if any(map(is_expert, weights)) and has_stacked_experts(arguments):
+    if any(map(is_expert, weights)) and common_state.has_stacked_experts(arguments):
         raise RecipeError(
             "buckets with all experts of a layer in one weight (GroupedMLP) are not read; load "
             "it with Megatron-core and save it with --dist-ckpt-optim-fully-reshardable"
@@ -174,32 +145,36 @@ def _assemble(
     stages = StageLayouts(mesh, shapes, arguments)
     ordered = _sort(stages, arguments)
     has_chain = any(chain for chain, _, _ in buffers)
-    whole = WholeTensors()
+    whole = rank_blocks.WholeTensors()
     for chain in sorted({chain for chain, _, _ in buffers}):
         ranks = sorted({rank for of, rank, _ in buffers if of == chain})
         for rank in ranks:
             place = _find_place(sizes, rank, is_expert=chain == 1)
             own = {n: b for (of, at, n), b in buffers.items() if (of, at) == (chain, rank)}
             parameters = _list_parameters(stages, ordered, place, weights)
-            split = split_chain(parameters, 2 if has_chain else 1)
+            split = rank_blocks.split_chain(parameters, 2 if has_chain else 1)
             _add(whole, stages, place, split[min(chain, len(split) - 1)], own, arguments)
     slots = max((tensor.layout.slots for tensor in weights.values()), default=1)
     return whole.stored(slots)
 
 
 def _add(
-    whole: WholeTensors,
+    whole: rank_blocks.WholeTensors,
     stages: StageLayouts,
     place: RankPlace,
-    parameters: Sequence[RankParameter],
-    own: Mapping[int, Mapping[str, _Buckets]],
+    parameters: Sequence[rank_blocks.RankParameter],
+    own: Mapping[int, Mapping[str, rank_blocks.Buckets]],
     arguments: Mapping[str, Any],
 ) -> None:
     """Add the blocks in the buffers of a rank."""
     is_shared = stages.sizes.pp > 1 and stages.is_tied
-    for number, buffer in enumerate(list_buffers(parameters, is_embedding_shared=is_shared)):
+    for number, buffer in enumerate(
+        rank_blocks.list_buffers(parameters, is_embedding_shared=is_shared)
+    ):
         stored = own.get(number, {})
-        plan = _find_lengths(stored, buffer, arguments)
+        plan = rank_blocks.find_plan(
+            buffer, rank_blocks.lengths_of(stored), rank_blocks.bucket_sizes(arguments)
+        )
         label = f"buffer {number} of tensor-parallel rank {place.tp}, stage {place.pp}"
         if plan is None:
             raise RecipeError(
@@ -207,14 +182,16 @@ def _add(
                 f"{buffer[0].name!r} to {buffer[-1].name!r}, would have; the parts "
                 "are ambiguous"
             )
-        for key, dtype, parameter, regions in _list_blocks(stored, plan):
-            # The last stage has a copy of the embedding.
-            if place.pp > 0 and parameter.name == EMBEDDING:
-                continue
-            block = stages.block(parameter.name, stages.weights[parameter.name], place)
-            if block.block_shape != block.shape or place.tp == 0:
-                name = state_name(parameter.name, common_key(key))
-                whole.add(name, dtype, block, regions, label)
+        for key, buckets in stored.items():
+            for parameter, bucket, start in plan.places:
+                # The last stage has a copy of the embedding.
+                if place.pp > 0 and parameter.name == EMBEDDING:
+                    continue
+                block = stages.block(parameter.name, stages.weights[parameter.name], place)
+                if block.block_shape != block.shape or place.tp == 0:
+                    name = state_name(parameter.name, common_key(key))
+                    dtype, regions = rank_blocks.take_block(buckets, bucket, start, parameter.shape)
+                    whole.add(name, dtype, block, regions, label)
 
 
 def _sort(stages: StageLayouts, arguments: Mapping[str, Any]) -> list[str]:
@@ -240,39 +217,13 @@ def _list_parameters(
     ordered: Sequence[str],
     place: RankPlace,
     weights: Mapping[str, StoredTensor],
-) -> list[RankParameter]:
+) -> list[rank_blocks.RankParameter]:
     dtypes = {stages.engine[name]: tensor.dtype for name, tensor in weights.items()}
     chunks = [place._replace(vp=chunk) for chunk in range(stages.sizes.vp)]
     return [
-        RankParameter(
+        rank_blocks.RankParameter(
             own.vp, name, dtypes[name], stages.block(name, stages.weights[name], own).block_shape
         )
         for own in chunks
         for name in stages.held(ordered, own)
     ]
-
-
-def _find_lengths(
-    stored: Mapping[str, _Buckets],
-    parameters: Sequence[RankParameter],
-    arguments: Mapping[str, Any],
-) -> BufferPlan | None:
-    """Return the plan of a buffer whose lengths agree with the checkpoint, or None."""
-    found = {tuple((n, buckets[n][0]) for n in sorted(buckets)) for buckets in stored.values()}
-    if len(found) != 1:
-        return None
-    numbers, lengths = zip(*found.pop(), strict=True)
-    sizes = bucket_sizes(arguments)
-    return find_plan(parameters, lengths[0] if _COALESCED in numbers else lengths, sizes)
-
-
-_Block = tuple[str, DType, RankParameter, list[StoredRegion]]
-
-
-def _list_blocks(stored: Mapping[str, _Buckets], plan: BufferPlan) -> Iterator[_Block]:
-    """Yield the block of each parameter for each key, in the regions in which it is stored."""
-    for key, by_number in stored.items():
-        buckets = [by_number[number] for number in sorted(by_number)]
-        for parameter, bucket, start in plan.places:
-            _, dtype, regions = buckets[bucket]
-            yield key, dtype, parameter, [*flat_block(regions, start, parameter.shape)]

@@ -43,24 +43,19 @@ from typing import Any
 from reshard.checkpoint.blocks.fusing import StoredRegion, bind_stored_regions, list_stored_regions
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
 from reshard.checkpoint.formats.megatron.common_state import add_optimizer, add_state, set_groups
-from reshard.checkpoint.formats.megatron.parameters import split_megatron_name
+from reshard.checkpoint.formats.megatron.modules import split_megatron_name
 from reshard.checkpoint.formats.megatron.torch_dist import (
     BACKEND,
     COMMON_NAME,
     CONFIG_NAME,
     FORMAT_NAME,
     backend_of,
+    stacked_names,
 )
 from reshard.checkpoint.formats.megatron.torch_dist.bucket_space import (
     has_buckets,
     is_of_buckets,
     read_buckets,
-)
-from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
-    has_stacks,
-    name_parameters,
-    name_state,
-    unstack,
 )
 from reshard.checkpoint.formats.torch_dcp import reader
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
@@ -158,12 +153,16 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
                 tensor = bind_flat_ranges(tensor, reshaped[key])
             state = split_megatron_name(key)
             if state is None:
-                yield from unstack(tensor) if has_stacks(key) or ".experts." in key else [tensor]
+                yield from (
+                    stacked_names.unstack(tensor)
+                    if stacked_names.has_stacks(key) or ".experts." in key
+                    else [tensor]
+                )
                 continue
-            for one in unstack(dataclasses.replace(tensor, name=state[0])):
-                yield name_state((one.name, state[1]), one)
+            for one in stacked_names.unstack(dataclasses.replace(tensor, name=state[0])):
+                yield stacked_names.name_state((one.name, state[1]), one)
 
-    yield from name_parameters(name_all(), found.folder)
+    yield from stacked_names.name_parameters(name_all(), found.folder)
 
 
 def _has_state(name: str, tensors: Mapping[str, Any]) -> bool:

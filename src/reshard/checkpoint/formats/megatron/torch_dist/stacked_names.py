@@ -28,7 +28,7 @@ from reshard.checkpoint.blocks.fusing import (
     split_stack,
 )
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.megatron.parameters import (
+from reshard.checkpoint.formats.megatron.modules import (
     engine_name,
     split_expert,
     split_layer,

@@ -18,23 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from reshard.checkpoint.contents import StoredFile
-from reshard.checkpoint.formats.megatron.common_state import (
-    COMMON_STEP,
-    EXTRA_STATE,
-    describe_decay,
-    held_values,
-    nest_values,
-    optimizer_state,
-    step_of,
-    without_steps,
-)
-from reshard.checkpoint.formats.megatron.parameters import (
-    engine_name,
-    expect_mixers,
-    is_expert,
-    keyed_name,
-    megatron_name,
-)
+from reshard.checkpoint.formats.megatron import common_state, modules
 from reshard.checkpoint.formats.megatron.torch_dist import (
     BACKEND,
     COMMON_NAME,
@@ -63,9 +47,9 @@ def plan_files(new: NewCheckpoint) -> WritePlan:
     Raises:
         RecipeError, UsageError: as for a distributed checkpoint of PyTorch.
     """
-    expect_mixers(new.tensors, in_parts=True)
-    if step_of(new.values) is not None:
-        new = without_steps(new)
+    modules.expect_mixers(new.tensors, in_parts=True)
+    if common_state.step_of(new.values) is not None:
+        new = common_state.without_steps(new)
     places = _find_all_places(new.tensors, new.values)
     write_plan = plan_chunks(new, places)
     content, _ = _extra_states(places, write_plan.items)
@@ -76,9 +60,9 @@ def plan_files(new: NewCheckpoint) -> WritePlan:
         write_plan,
         format=FORMAT_NAME,
         files=files,
-        values=held_values(new),
+        values=common_state.held_values(new),
         paths=dict(new.paths),
-        notes=(*write_plan.notes, *describe_decay(new.values, new.tensors)),
+        notes=(*write_plan.notes, *common_state.describe_decay(new.values, new.tensors)),
     )
 
 
@@ -117,7 +101,7 @@ def _find_all_places(
     for key, names in by_key.items():
         # The same places as the weights', as Megatron expects.
         keyed = {
-            parameter: keyed_name(engine_name(parameter, known), is_local=is_local)
+            parameter: modules.keyed_name(modules.engine_name(parameter, known), is_local=is_local)
             for parameter in names
         }
         of_keys = find_places(
@@ -129,7 +113,7 @@ def _find_all_places(
         for parameter, name in names.items():
             place = of_keys[keyed[parameter]]
             if key:
-                place = place._replace(key=megatron_name(place.key, key, master))
+                place = place._replace(key=modules.megatron_name(place.key, key, master))
             places[name] = place
     return places
 
@@ -146,7 +130,7 @@ def _extra_states(
             continue
         index, counts = place.at or (0,), place.counts or (1,)
         shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, counts))}"
-        name = f"{match[1]}{EXTRA_STATE}{shard}"
+        name = f"{match[1]}{common_state.EXTRA_STATE}{shard}"
         if name not in items:
             objects[name] = StoredBytes(OBJECTS_NAME, len(content), len(nothing))
             content += nothing
@@ -155,7 +139,7 @@ def _extra_states(
 
 def _common_state(write_plan: WritePlan, is_stacked: bool) -> dict[str, Any]:
     """Return the nested state of `common.pt`."""
-    state = nest_values(write_plan.values, write_plan.paths, _axis_sizes(write_plan))
+    state = common_state.nest_values(write_plan.values, write_plan.paths, _axis_sizes(write_plan))
     is_distributed = _is_distributed(write_plan.values)
     if any(split_state_name(name) for name in write_plan.tensors):
         state["optimizer"] = _optimizer_state(write_plan, is_distributed)
@@ -181,14 +165,14 @@ def _optimizer_state(write_plan: WritePlan, is_distributed: bool) -> dict[Any, A
     """Return the optimizer's state without tensors, if needed for dense parameters and experts."""
 
     def make(of_experts: bool) -> dict[str, Any]:
-        result = optimizer_state(write_plan.values, of_experts=of_experts)
-        if not is_distributed and COMMON_STEP in write_plan.values:
-            result["optimizer"]["state"] = {"common_step": step_of(write_plan.values)}
+        result = common_state.optimizer_state(write_plan.values, of_experts=of_experts)
+        if not is_distributed and common_state.COMMON_STEP in write_plan.values:
+            result["optimizer"]["state"] = {"common_step": common_state.step_of(write_plan.values)}
         if is_distributed:
             result["param_state_sharding_type"] = "fully_reshardable"
         return result
 
-    has_experts = any(map(is_expert, write_plan.tensors))
+    has_experts = any(map(modules.is_expert, write_plan.tensors))
     if has_experts and _axis_sizes(write_plan).get("ep", 1) > 1:
         return {0: make(False), 1: make(True)}
     return make(False)

@@ -49,7 +49,7 @@ Sources: the constructors of Megatron-core 0.16's GPT models, and the `partition
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name, state_name
@@ -68,6 +68,10 @@ _LAYER_OF_NORM = {
 _NORM_OF = {layer: norm for norm, layer in _LAYER_OF_NORM.items()}
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _MIXER = re.compile(r"^decoder\.layers\.\d+\.mixer\.(?:in_proj|conv1d)\.(?:weight|bias)(\.\w+)?$")
+# An expert that is a module, or a weight among those of grouped experts.
+_EXPERT = re.compile(
+    r"(.*?\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d+$)))(\d+)(|\..*)$"
+)
 _SEPARATE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 
 
@@ -102,9 +106,28 @@ def split_expert(name: str) -> tuple[str, int, str] | None:
 
     >>> split_expert("mlp.experts.local_experts.3.linear_fc1.weight")
     ('mlp.experts.local_experts.', 3, '.linear_fc1.weight')
+    >>> split_expert("mlp.experts.linear_fc1.weight3")
+    ('mlp.experts.linear_fc1.weight', 3, '')
     """
-    match = re.match(r"(.*?\.experts\.local_experts\.)(\d+)(\..*)$", name)
+    match = _EXPERT.match(name)
     return None if match is None else (match[1], int(match[2]), match[3])
+
+
+def renumber(name: str, first_layer: Callable[[str], int], first_expert: int) -> str:
+    """Return a name with the numbers of its layer and expert counted on, as on other ranks.
+
+    `first_layer` returns the number of a rank's first layer, by what precedes the numbers.
+
+    >>> renumber("decoder.layers.1.mlp.experts.linear_fc1.weight0", lambda row: 4, 8)
+    'decoder.layers.5.mlp.experts.linear_fc1.weight8'
+    """
+    if (layer := split_layer(name)) is not None:
+        row, number, rest = layer
+        name = f"{row}{number + first_layer(row)}{rest}"
+    if (expert := split_expert(name)) is not None:
+        before, number, rest = expert
+        name = f"{before}{number + first_expert}{rest}"
+    return name
 
 
 def engine_name(name: str, names: Collection[str]) -> str:
@@ -290,11 +313,10 @@ def find_cut(
     return (None, 1) if _WHOLE.search(name) else None
 
 
-_FIRST_MODULES = ("embedding.word_embeddings.", "embedding.position_embeddings.", "decoder.layers.")
+# The layers that pipeline stages share out.
+DECODER = "decoder.layers."
+_FIRST_MODULES = ("embedding.word_embeddings.", "embedding.position_embeddings.", DECODER)
 _LAST_MODULES = ("decoder.final_layernorm.", "output_layer.")
-_LAYER_PARAMETER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
-_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
-
 _LAYER_MODULES = (
     "input_layernorm.",
     "self_attention.linear_proj.",
@@ -312,10 +334,6 @@ _LAYER_MODULES = (
 )
 _LAST_PARAMETERS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
 
-_FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
 OrderKey = tuple[int, ...]
 
 
@@ -327,26 +345,21 @@ def order_key(name: str, *, is_local: bool, is_grouped: bool = False) -> OrderKe
     >>> sorted(names, key=lambda name: order_key(name, is_local=True))[0]
     'decoder.layers.0.self_attention.linear_proj.weight'
     """
-    match = _LAYER_PARAMETER.match(name)
-    if match is None:
+    layer = split_layer(local_name(name) if is_local else name)
+    if layer is None or layer[0] != DECODER:
         tops = (*_FIRST_MODULES, *_LAST_MODULES)
         place = next((n for n, top in enumerate(tops) if name.startswith(top)), None)
         return None if place is None else (place, 0, *_order_in_module(name))
-    inner = match[2]
-    if is_local:
-        for inside, norm in _FUSED_NORMS.items():
-            if inner.startswith(inside):
-                inner = norm + inner[len(inside) :]
-    place = next((n for n, part in enumerate(_LAYER_MODULES) if inner.startswith(part)), None)
+    _, number, inner = layer
+    place = next((n for n, part in enumerate(_LAYER_MODULES) if inner.startswith(part, 1)), None)
     if place is None:
         return None
-    expert = _EXPERT.match(inner)
-    if expert is not None:
-        layer = int(".linear_fc2." in inner)
-        number = int(expert[1])
-        which = (layer, number) if is_grouped else (number, layer)
-        return (2, int(match[1]), place, *which, *_order_in_module(inner))
-    return (2, int(match[1]), place, *_order_in_module(inner))
+    which: OrderKey = ()
+    if (expert := split_expert(inner)) is not None:
+        which = (expert[1], int(".linear_fc2." in inner))
+    # Grouped experts have all first layers before all second layers.
+    which = which[::-1] if is_grouped else which
+    return (_FIRST_MODULES.index(DECODER), number, place, *which, *_order_in_module(inner))
 
 
 def sort_by_modules(
