@@ -133,3 +133,13 @@ def test_values_of_several_states_are_collected() -> None:
         ("optimizer.step", "another value has this name"),
         ("lost", "a tensor among plain values"),
     ]
+
+
+def test_a_value_that_contains_a_tensor_is_not_read() -> None:
+    """Such as a learning rate that is a tensor; types of elements are text."""
+    tensor = ArchivedTensor(dtype("float32"), (), View(0, ()), 64, 4, None)
+    plain = PlainValues()
+    plain.add("groups", [{"lr": tensor, "params": [0]}])
+    plain.add("kind", {"dtype": Global("torch", "bfloat16")})
+    assert plain.values == {"kind": {"dtype": "torch.bfloat16"}}
+    assert plain.unread == [("groups", "a tensor among plain values")]

@@ -39,6 +39,7 @@ _MAX_DEPTH = 64
 _MAX_PARTS = 30_000_000
 _MAX_LIST_LENGTH = 1_000_000
 _PLAIN = (str, int, float, bool, type(None))
+_AMONG_VALUES = "a tensor among plain values"
 
 
 class FlatState(NamedTuple):
@@ -192,10 +193,12 @@ class PlainValues:
     def add(self, name: str, value: Any, path: StatePath = (), label: str = "the state") -> None:
         """Add a value if it is plain, or list it as unread. A name that is taken stays."""
         flat = flatten_state([value], label)
-        if flat.unread:
-            self.unread.append((name, next(iter(flat.unread.values()))))
+        if flat.tensors or flat.unread:
+            reasons = [_AMONG_VALUES] if flat.tensors else [*flat.unread.values()]
+            self.unread.append((name, reasons[0]))
             return
-        self.values.setdefault(name, value)
+        # Types are text in it, as among all other values.
+        self.values.setdefault(name, flat.values[""][0])
         if path:
             self.paths.setdefault(name, path)
 
@@ -223,7 +226,7 @@ class PlainValues:
         self.unread += flat.unread.items()
         for name, tensor in flat.tensors.items():
             if add_tensor is None:
-                self.unread.append((name, "a tensor among plain values"))
+                self.unread.append((name, _AMONG_VALUES))
                 continue
             add_tensor(name, label, tensor)
             self.paths.setdefault(name, flat.paths[name])
