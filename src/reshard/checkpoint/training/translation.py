@@ -371,8 +371,8 @@ class _Translation:
         missing, kind = [], dtype(self.style.step_type)
         counted = self._list_counted()
         if self.style.has_one_step and counted:
-            numbers = self._find_one_number(counted, stored, numbers)
-            stored = {}
+            number = self._find_one_number(counted, stored, numbers)
+            numbers, stored = {} if number is None else dict.fromkeys(counted, number), {}
         for bare in counted:
             known = self.numbers.get(bare, bare)
             name, path = self.style.state_name(known, STEP), self.style.state_path(known, STEP)
@@ -394,7 +394,10 @@ class _Translation:
             )
         if self.style.has_group_steps:
             for group in groups:
-                self._add_group_step(group, stored, numbers)
+                names, whose = group.get(PARAMETERS) or (), "parameters of one group"
+                number = self._find_one_number(names, stored, numbers, whose)
+                if number is not None:
+                    group[STEP] = round(number)
 
     def _list_counted(self) -> list[str]:
         """Return the parameters that have a number of steps in the target."""
@@ -410,43 +413,28 @@ class _Translation:
         return result
 
     def _find_one_number(
-        self, counted: Sequence[str], stored: Mapping[str, str], numbers: Mapping[str, float]
-    ) -> dict[str, float]:
-        """Return the number of steps of most parameters, for all of them."""
+        self,
+        names: Iterable[str],
+        stored: Mapping[str, str],
+        numbers: Mapping[str, float],
+        whose: str = "parameters",
+    ) -> float | None:
+        """Return the number of steps that most of the named parameters have, or None."""
         counts: Counter[float] = Counter()
-        for bare in counted:
-            if bare in stored:
-                counts[self._read_number(self.old.tensors[stored[bare]])] += 1
-            elif bare in numbers:
-                counts[numbers[bare]] += 1
+        for name in names:
+            if name in stored:
+                counts[self._read_number(self.old.tensors[stored[name]])] += 1
+            elif name in numbers:
+                counts[numbers[name]] += 1
         if not counts:
-            return {}
+            return None
         ((number, times), *others) = counts.most_common()
         if others:
             self.notes.append(
-                f"parameters have {len(counts)} numbers of steps, and the target one for all: "
-                f"{number:g}, which {times} of them have"
+                f"{whose} have {len(counts)} numbers of steps, and the target one for all: "
+                f"{number:.0f}, which {times} of them have"
             )
-        return dict.fromkeys(counted, number)
-
-    def _add_group_step(
-        self, group: dict[str, Any], stored: Mapping[str, str], numbers: Mapping[str, float]
-    ) -> None:
-        """Set a group's number of steps to the number that most of its parameters have."""
-        counts: Counter[int] = Counter()
-        for name in group.get(PARAMETERS) or ():
-            if name in stored:
-                counts[round(self._read_number(self.old.tensors[stored[name]]))] += 1
-            elif name in numbers:
-                counts[round(numbers[name])] += 1
-        if not counts:
-            return
-        ((group[STEP], times), *others) = counts.most_common()
-        if others:
-            self.notes.append(
-                f"parameters of one group have {len(counts)} numbers of steps, and the target one "
-                f"for all: {group[STEP]}, which {times} of them have"
-            )
+        return number
 
     def _find_numbers(self, groups: Iterable[dict[str, Any]]) -> dict[str, float]:
         """Return the steps that are plain values, of parameters or of groups."""

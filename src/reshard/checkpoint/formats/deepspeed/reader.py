@@ -92,14 +92,9 @@ class SaveReader:
             checksums=collector.checksums,
             values=self.values.values,
             unread=tuple(self.values.unread),
-            unreadable=self._list_unreadable(),
+            unreadable={n: why for m in self.models.values() for n, why in m.unreadable.items()},
             notes=tuple(self.notes),
         )
-
-    def _list_unreadable(self) -> dict[str, str]:
-        return {
-            name: why for model in self.models.values() for name, why in model.unreadable.items()
-        }
 
     def _read_files(self) -> None:
         saved, folder = self.saved, self.saved.folder
@@ -389,7 +384,8 @@ class SaveReader:
             name = "optimizer" if has_one else f"optimizer in {optimizer.file}"
             self.whole_rest = self.whole_rest or optimizer.rest
             if optimizer.flat:
-                if not saved_states.has_single_buffer(optimizer):
+                total = sum(math.prod(shape) for _, shape in optimizer.weights)
+                if [flat.shape for flat in optimizer.flat] != [(total,)]:
                     why = "its flat buffers are ambiguous: they are of several groups"
                     self.values.unread.append((name, why))
                     continue
@@ -477,15 +473,7 @@ class SaveReader:
             names = [self._in_own_order(buffer) for buffer in names]
         # An elastic checkpoint lacks hyper-parameters.
         hypers = part.hyper or tuple({"params": [number]} for number in range(len(groups)))
-        merged = []
-        at = 0
-        for hyper in hypers:
-            buffers = len(hyper.get("params", ()))
-            merged.append(
-                {**hyper, "params": [n for buffer in names[at : at + buffers] for n in buffer]}
-            )
-            at += buffers
-        saved_states.merge_groups(self.param_groups, merged)
+        saved_states.merge_groups(self.param_groups, saved_states.name_members(hypers, names))
 
     def _count_partitions(self, part: saved_states.Partition, group: int) -> int:
         """Return the number of ranks over which a group is partitioned."""

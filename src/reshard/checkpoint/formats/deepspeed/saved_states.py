@@ -6,8 +6,9 @@ that is missing or of another type is an error with its path.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -550,12 +551,6 @@ def name_parameters(optimizer: WholeOptimizer) -> dict[int, str] | None:
     return by_number
 
 
-def has_single_buffer(optimizer: WholeOptimizer) -> bool:
-    """Return whether a single flat group has all of the model's weights."""
-    total = sum(math.prod(shape) for _, shape in optimizer.weights)
-    return len(optimizer.flat) == 1 and optimizer.flat[0].shape == (total,)
-
-
 def list_weights(model: ModelState) -> list[tuple[str, Shape]]:
     """Return weights in the order of the model, without buffers and repeated tied weights."""
     weights, seen = [], set()
@@ -595,6 +590,23 @@ def list_local_weights(
                 at = places[-1] + 1 if places else len(weights)
                 weights.insert(at, (name, archived.shape))
     return weights
+
+
+def name_members(
+    groups: Iterable[Mapping[str, Any]], names: Iterable[Iterable[str]]
+) -> list[dict[str, Any]]:
+    """Return groups with the names of parameters for the numbers of flat buffers.
+
+    >>> name_members([{"lr": 0.1, "params": [0, 1]}, {"params": [2]}], [["a"], ["b", "c"], ["d"]])
+    [{'lr': 0.1, 'params': ['a', 'b', 'c']}, {'params': ['d']}]
+    """
+    named, rest = [], iter(names)
+    for group in groups:
+        numbers = group.get("params")
+        count = len(numbers) if isinstance(numbers, list | tuple) else 0
+        members = [name for buffer in itertools.islice(rest, count) for name in buffer]
+        named.append({**group, "params": members})
+    return named
 
 
 def merge_groups(known: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:

@@ -175,7 +175,9 @@ class Joiner:
             join = self._join_widths(name, own, 0, [halves, halves])
         elif (sub := self._match([p for p, *_ in self._sub_params], name)) is not None:
             shape, dim = next((s, d) for p, s, d in self._sub_params if p == sub)
-            own = self._view_parts(name, own, shape, dim)
+            if any(len(part) != len(shape) for part in parts):
+                raise self._unfit(name, parts, f"{len(shape)} dimensions each")
+            self._expect_like(name, parts, dim)
             join = self._join_widths(name, own, dim, self._find_widths(name, sub, shape, dim, own))
         else:
             dim = 1 if self._is_in(_ROWS, name) else 0
@@ -264,15 +266,6 @@ class Joiner:
                 at += width
         whole = (*first[:dim], total, *first[dim + 1 :])
         return Join(whole, parts, tuple(map(tuple, boxes)))
-
-    def _view_parts(
-        self, name: str, parts: tuple[Shape, ...], shape: Sequence[Any], dim: int
-    ) -> tuple[Shape, ...]:
-        """Check that parts have the dimensions of their sub-parameters; others are not known."""
-        if any(len(part) != len(shape) for part in parts):
-            raise self._unfit(name, parts, f"{len(shape)} dimensions each")
-        self._expect_like(name, parts, dim)
-        return parts
 
     def _find_widths(
         self, name: str, pattern: str, shape: Sequence[Any], dim: int, parts: tuple[Shape, ...]

@@ -209,7 +209,10 @@ class UniversalReader:
         if groups is None and isinstance(part.get("optimizer_state_dict"), dict):
             groups = part.within("optimizer_state_dict").get("param_groups")
         if groups is not None:
-            named = [*_name_groups(part, groups, [list(group) for group in model.groups])]
+            groups = groups if isinstance(groups, list | tuple) else ()
+            if not all(isinstance(group, dict) for group in groups):
+                raise part.wrong("param_groups", groups, "a list of dicts")
+            named = saved_states.name_members(groups, model.groups)
             self.values.add(GROUPS, named, label=UNIVERSAL_STATE)
         self._add_steps(part, model)
 
@@ -227,20 +230,6 @@ class UniversalReader:
                 elif type(step) in (int, float) and own not in self.collector.tensors:
                     path = ("optimizer", "state", name, STEP)
                     self.values.add(own, step, path, UNIVERSAL_STATE)
-
-
-def _name_groups(
-    part: saved_states.SavedPart, groups: Any, names: list[list[str]]
-) -> Iterator[Mapping[str, Any]]:
-    """Yield groups with the names of parameters for the numbers of flat buffers."""
-    at = 0
-    for group in groups if isinstance(groups, list | tuple) else ():
-        if not isinstance(group, dict):
-            raise part.wrong("param_groups", groups, "a list of dicts")
-        buffers = group.get("params")
-        count = len(buffers) if isinstance(buffers, list) else 0
-        yield {**group, "params": [name for buffer in names[at : at + count] for name in buffer]}
-        at += count
 
 
 def _list_states(folder: Path) -> list[str]:

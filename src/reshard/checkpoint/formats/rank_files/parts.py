@@ -39,16 +39,10 @@ from reshard.checkpoint.formats.rank_files import (
     name_of_rank,
 )
 from reshard.checkpoint.formats.safetensors.header import SUFFIX, read_header
+from reshard.checkpoint.formats.torch_files import reading
 from reshard.checkpoint.formats.torch_files.nested_states import flatten_state
 from reshard.checkpoint.formats.torch_files.optimizer_states import OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.torch_files.pickles import Call, Global, shortened
-from reshard.checkpoint.formats.torch_files.reading import (
-    check_tensor,
-    find_address,
-    read_storage,
-    read_torch_file,
-    region_of,
-)
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, as_sizes, explain
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.dtypes import DType
@@ -89,6 +83,13 @@ class LocalPart(NamedTuple):
     def is_plain(self) -> bool:
         """Whether the file does not describe which part of a tensor it is."""
         return self.sharding is None and self.boxes is None
+
+    def boxes_of(self, rank: int) -> tuple[Box, ...]:
+        """Return the boxes of the tensor that a rank has, by its file."""
+        if self.sharding is not None:
+            layout = self.sharding.layout(self.shape)
+            return layout.boxes(rank) if rank < layout.slots else ()
+        return (Box((0,) * len(self.shape), self.shape),) if self.boxes is None else self.boxes
 
 
 def is_part(value: object) -> bool:
@@ -335,7 +336,12 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
     """
     states = RankStates({}, {}, {}, {})
     every = [folder / file.name for files in groups.values() for file in files]
-    contents = map_paths(_read_content, every)
+    contents = map_paths(
+        lambda path: (
+            _read_safetensors(path) if path.name.endswith(SUFFIX) else reading.read_torch_file(path)
+        ),
+        every,
+    )
     for kind, files in groups.items():
         values: dict[str, dict[int, Any]] = {}
         for file in files:
@@ -394,11 +400,6 @@ def list_parameters(
     return names
 
 
-def _read_content(path: Path) -> Any:
-    """Return the parts in a file of safetensors; the state in another."""
-    return _read_safetensors(path) if path.name.endswith(SUFFIX) else read_torch_file(path)
-
-
 def _find_parts(
     path: Path,
     state: Any,
@@ -421,7 +422,7 @@ def _find_parts(
     flat = flatten_state(state, str(path), is_part)
     if "" in flat.unread:
         raise FormatError(f"{path} holds {flat.unread['']}, no state; save its state_dict()")
-    reader = PartReader(str(path), file.rank, ranks, partial(read_storage, path))
+    reader = PartReader(str(path), file.rank, ranks, partial(reading.read_storage, path))
     parts = {}
     for name, value in flat.tensors.items():
         try:
@@ -429,7 +430,7 @@ def _find_parts(
         except UnreadableTensorError as error:
             unreadable[name] = str(error)
             continue
-        check_tensor(path, name, part.dtype, part.shape)
+        reading.check_tensor(path, name, part.dtype, part.shape)
     for name, value in flat.values.items():
         # An empty state is unnamed.
         if not name:
@@ -472,16 +473,20 @@ def join_parts(folder: Path, name: str, parts: Parts, slots: int) -> StoredTenso
     shardings = {part.sharding for _, part in parts.values()}
     try:
         if len(shardings) == 1 and None not in shardings:
-            tensor = bind_sharding(folder, name, parts, next(iter(shardings)), slots)
-        else:
-            tensor = _bind_boxes(name, parts, slots)
-        _ = tensor.assembly
-    except CoverageError as error:
-        raise CoverageError(f"{folder}: {error}") from error
-    except FormatError:
+            return bind_sharding(folder, name, parts, next(iter(shardings)), slots)
+        return _expect_covered(folder, _bind_boxes(folder, name, parts, slots))
+    except (CoverageError, FormatError):
         raise
     except ReshardError as error:
         raise FormatError(f"{folder}: tensor {name!r}: {error}") from error
+
+
+def _expect_covered(folder: Path, tensor: StoredTensor) -> StoredTensor:
+    """Return a tensor whose parts cover it. Raises CoverageError for another."""
+    try:
+        _ = tensor.assembly
+    except CoverageError as error:
+        raise CoverageError(f"{folder}: {error}") from error
     return tensor
 
 
@@ -497,6 +502,7 @@ def bind_sharding(
 
     Raises:
         FormatError: a part of another shape than the sharding gives its rank.
+        CoverageError: parts that leave some of the tensor out.
     """
     first = next(iter(parts.values()))[1]
     shape = first.shape if shape is None else shape
@@ -515,48 +521,43 @@ def bind_sharding(
                 f"{'nothing' if expected is None else list(expected)}"
             )
         if expected is not None:
-            address, view = find_address(file, part.tensors[0])
+            address, view = reading.find_address(file, part.tensors[0])
             addresses[rank] = address
             if view is not None:
                 views[rank] = view
-    return StoredTensor(
-        name,
-        first.dtype,
-        Binding(layout, addresses, views),
-        None if sharding is None else str(sharding),
-    )
+    spec = None if sharding is None else str(sharding)
+    binding = Binding(layout, addresses, views)
+    return _expect_covered(folder, StoredTensor(name, first.dtype, binding, spec))
 
 
 def _list_boxes(name: str, rank: int, part: LocalPart) -> tuple[tuple[Box, ArchivedTensor], ...]:
     """Return the boxes of a rank's part, with the tensor that has each."""
-    if part.boxes is not None:
-        return tuple(zip(part.boxes, part.tensors, strict=True))
-    tensor = part.tensors[0]
-    if part.sharding is None:
-        return ((Box((0,) * len(part.shape), part.shape), tensor),)
-    layout = part.sharding.layout(part.shape)
-    boxes = layout.boxes(rank) if rank < layout.slots else ()
-    if not boxes and 0 in tensor.shape:
-        return ()
-    if len(boxes) != 1 or boxes[0].shape != tensor.shape:
-        raise FormatError(
-            f"tensor {name!r}: rank {rank} has {list(tensor.shape)}, by `{part.sharding}` "
-            f"it has {', '.join(map(str, boxes)) or 'nothing'}"
-        )
-    return ((boxes[0], tensor),)
+    boxes = part.boxes_of(rank)
+    if part.sharding is not None:
+        shape = part.tensors[0].shape
+        if not boxes and 0 in shape:
+            return ()
+        if len(boxes) != 1 or boxes[0].shape != shape:
+            raise FormatError(
+                f"tensor {name!r}: rank {rank} has {list(shape)}, by `{part.sharding}` "
+                f"it has {', '.join(map(str, boxes)) or 'nothing'}"
+            )
+    return tuple(zip(boxes, part.tensors, strict=True))
 
 
-def _bind_boxes(name: str, parts: Parts, slots: int) -> StoredTensor:
+def _bind_boxes(folder: Path, name: str, parts: Parts, slots: int) -> StoredTensor:
     """Return the tensor that consists of boxes on ranks."""
     first = next(iter(parts.values()))[1]
     # A box without elements counts only for a tensor without elements.
     regions = [
-        (rank, region_of(file, tensor).translate(box.start))
+        (rank, reading.region_of(file, tensor).translate(box.start))
         for rank, (file, part) in parts.items()
         for box, tensor in _list_boxes(name, rank, part)
         if box.elements or 0 in first.shape
     ]
     if not regions:
-        raise CoverageError(f"tensor {name!r} of {list(first.shape)}: no rank has any of it")
+        raise CoverageError(
+            f"{folder}: tensor {name!r} of {list(first.shape)}: no rank has any of it"
+        )
     binding = bind_regions(first.shape, regions, slots, first.dtype.itemsize_bytes)
     return StoredTensor(name, first.dtype, binding)

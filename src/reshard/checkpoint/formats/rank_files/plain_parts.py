@@ -31,7 +31,7 @@ from reshard.checkpoint.formats.rank_files.parts import (
     list_parameters,
 )
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
-from reshard.errors import CoverageError, FormatError, ShardError, UsageError
+from reshard.errors import FormatError, ShardError, UsageError
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
@@ -53,19 +53,12 @@ def lacks_axis(parts: Parts) -> bool:
 
 def _describe(rank: int, part: LocalPart) -> Iterator[source_sharding.DescribedPart]:
     """Yield the boxes of a rank's part, as its file describes them."""
-    if part.sharding is None:
-        whole = Box((0,) * len(part.shape), part.shape)
-        yield from (
-            source_sharding.DescribedPart(box, part.shape) for box in part.boxes or (whole,)
-        )
-        return
-    layout = part.sharding.layout(part.shape)
-    group = part.sharding.mesh.devices
-    boxes = layout.boxes(rank) if rank < layout.slots else ()
-    if not boxes:
-        local = part.tensors[0].shape
-        boxes = (Box((0,) * len(local), local),)
-    yield from (source_sharding.DescribedPart(box, part.shape, group) for box in boxes)
+    boxes, group = part.boxes_of(rank), None
+    if part.sharding is not None:
+        group, local = part.sharding.mesh.devices, part.tensors[0].shape
+        boxes = boxes or (Box((0,) * len(local), local),)
+    for box in boxes:
+        yield source_sharding.DescribedPart(box, part.shape, group)
 
 
 def cut_lacking_parts(
@@ -102,13 +95,10 @@ def cut_lacking_parts(
         leader = _find_parameter(name, numbers)
         if name not in cuts and leader in chosen and _are_alike(parts[name], parts[leader]):
             cuts[name] = cuts[leader]
-    tensors = {}
-    for name, (sharding, layout) in cuts.items():
-        tensors[name] = bind_sharding(folder, name, parts[name], sharding, ranks, layout.shape)
-        try:
-            _ = tensors[name].assembly
-        except CoverageError as error:
-            raise CoverageError(f"{folder}: {error}") from error
+    tensors = {
+        name: bind_sharding(folder, name, parts[name], sharding, ranks, layout.shape)
+        for name, (sharding, layout) in cuts.items()
+    }
     return tensors, mesh
 
 
@@ -142,7 +132,6 @@ def cut_plain_parts(
         for name, of_ranks in parts.items()
     }
     led = {name: own for name, own in shapes.items() if name not in followed}
-    tensors = {}
     try:
         cuts = source_sharding.find_layouts(led, cut.mesh, cut.find_shardings, may_lack=True)
         for name, leader in followed.items():
@@ -151,14 +140,10 @@ def cut_plain_parts(
             cuts[name] = sharding, layout
     except ShardError as error:
         raise FormatError(f"{folder}: tensor {error}") from error
-    for name, of_ranks in parts.items():
-        sharding, layout = cuts[name]
-        try:
-            tensors[name] = bind_sharding(folder, name, of_ranks, sharding, ranks, layout.shape)
-            _ = tensors[name].assembly
-        except CoverageError as error:
-            raise CoverageError(f"{folder}: {error}") from error
-    return tensors
+    return {
+        name: bind_sharding(folder, name, of_ranks, cuts[name][0], ranks, cuts[name][1].shape)
+        for name, of_ranks in parts.items()
+    }
 
 
 def _find_parameter(name: str, numbers: Sequence[str]) -> str:

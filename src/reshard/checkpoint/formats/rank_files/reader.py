@@ -8,29 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.rank_files import (
-    FORMAT_NAME,
-    MODEL,
-    find_rank_files,
-    group_by_kind,
-)
+from reshard.checkpoint.formats import rank_files
+from reshard.checkpoint.formats.rank_files import plain_parts
 from reshard.checkpoint.formats.rank_files.parts import (
     RankStates,
     join_parts,
     list_parameters,
     read_states,
 )
-from reshard.checkpoint.formats.rank_files.plain_parts import (
-    cut_lacking_parts,
-    cut_plain_parts,
-    find_meta_cut,
-)
 from reshard.checkpoint.formats.source_sharding import SourceSharding, describe_numbering
-from reshard.checkpoint.formats.torch_files.optimizer_states import (
-    GROUPS,
-    OPTIMIZER_PREFIX,
-    find_state_names,
-)
+from reshard.checkpoint.formats.torch_files import optimizer_states
 from reshard.checkpoint.formats.torch_files.pickles import shortened
 from reshard.checkpoint.formats.torch_files.reading import StorageChecksums
 from reshard.errors import FormatError, UsageError
@@ -53,7 +40,7 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
         UsageError: plain tensors of several ranks, and no `cut`; or a `cut` for tensors that their
             files describe.
     """
-    groups = group_by_kind(folder, find_rank_files(folder))
+    groups = rank_files.group_by_kind(folder, rank_files.find_rank_files(folder))
     ranks = len(next(iter(groups.values())))
     states = read_states(folder, groups)
     if not states.parts:
@@ -69,8 +56,8 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
         not part.is_plain for parts in states.parts.values() for _, part in parts.values()
     )
     if cut is None and not describes_cuts and ranks > 1:
-        cut = find_meta_cut(folder, states.parts, ranks)
-    if cut is None and not describes_cuts and ranks > 1 and MODEL in groups:
+        cut = plain_parts.find_meta_cut(folder, states.parts, ranks)
+    if cut is None and not describes_cuts and ranks > 1 and rank_files.MODEL in groups:
         raise UsageError(
             f"{folder} has files of {ranks} ranks with plain tensors, whose sharding is not "
             f"described; give the mesh and rules: --source-mesh tp={ranks} --source-rule "
@@ -81,9 +68,9 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
     mesh = None if cut is None else cut.mesh
     known: dict[str, StoredTensor] = {}
     if cut is not None and describes_cuts:
-        known, mesh = cut_lacking_parts(folder, states.parts, cut, ranks)
+        known, mesh = plain_parts.cut_lacking_parts(folder, states.parts, cut, ranks)
     elif cut is not None:
-        known = cut_plain_parts(folder, states.parts, cut, ranks)
+        known = plain_parts.cut_plain_parts(folder, states.parts, cut, ranks)
     tensors = {
         name: known[name] if name in known else join_parts(folder, name, parts, ranks)
         for name, parts in states.parts.items()
@@ -106,7 +93,7 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
                 checksums.add_whole(name, f"the part of rank {rank}", file, tensor)
     checkpoint = Checkpoint(
         folder,
-        FORMAT_NAME,
+        rank_files.FORMAT_NAME,
         tensors,
         files,
         mesh if mesh is not None else meshes.pop() if len(meshes) == 1 else None,
@@ -128,10 +115,10 @@ def _name_optimizer_state(
     inside = {
         name: tensor.shape
         for name, tensor in checkpoint.tensors.items()
-        if name.startswith(OPTIMIZER_PREFIX)
+        if name.startswith(optimizer_states.OPTIMIZER_PREFIX)
     }
-    groups: Any = checkpoint.values.get(GROUPS)
-    names, problem = find_state_names(parameters, inside, groups)
+    groups: Any = checkpoint.values.get(optimizer_states.GROUPS)
+    names, problem = optimizer_states.find_state_names(parameters, inside, groups)
     if problem is not None:
         note = f"optimizer state keeps the numbers of parameters: {problem}"
         return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, note))
@@ -150,7 +137,7 @@ def _name_optimizer_state(
         ),
         values={
             **checkpoint.values,
-            GROUPS: [
+            optimizer_states.GROUPS: [
                 {**group, "params": [parameters[number][0] for number in group["params"]]}
                 for group in groups
             ],

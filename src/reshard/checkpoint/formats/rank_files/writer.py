@@ -12,7 +12,6 @@ names otherwise.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,17 +67,15 @@ def arrange_rank_files(format_name: str, new: NewCheckpoint) -> WritePlan:
         )
     check_values(new.tensors)
     new, kept_whole = _keep_states_whole(new, mesh)
-    cuts = {name: _find_cut(name, tensor, mesh) for name, tensor in new.tensors.items()}
-    if len(mesh.devices) > 1 and all(cut is None for cut in cuts.values()):
+    files = _RankFiles(new, mesh)
+    if len(mesh.devices) > 1 and all(cut is None for cut in files.cuts.values()):
         raise UsageError(
             f"no tensor is cut over the mesh {mesh.text}: ranks' files of copies do not identify "
             "them. Give rules, or --to full with another --format"
         )
-    numbers = _find_numbers(new, cuts)
-    builder = building.TorchFilesBuilder(new.tensors)
     for rank in sorted(mesh.devices):
-        _RankFiles(new, mesh, cuts, numbers, rank, builder).write()
-    bound = builder.bind(has_specs=True)
+        files.write(rank)
+    bound = files.builder.bind(has_specs=True)
     stored = {name: bound[name] for name in new.tensors}
     notes: tuple[str, ...] = ()
     if kept_whole:
@@ -86,7 +83,9 @@ def arrange_rank_files(format_name: str, new: NewCheckpoint) -> WritePlan:
             f"{len(kept_whole)} tensors are states of single ranks, which have them whole, "
             f"whatever rules say (first: {kept_whole[0]})",
         )
-    return WritePlan(format_name, mesh, stored, tuple(builder.files), notes, values=new.values)
+    return WritePlan(
+        format_name, mesh, stored, tuple(files.builder.files), notes, values=new.values
+    )
 
 
 def _keep_states_whole(new: NewCheckpoint, mesh: DeviceMesh) -> tuple[NewCheckpoint, list[str]]:
@@ -106,9 +105,11 @@ def _keep_states_whole(new: NewCheckpoint, mesh: DeviceMesh) -> tuple[NewCheckpo
     return dataclasses.replace(new, tensors=tensors), names
 
 
-def _find_cut(
-    name: str, tensor: PlannedTensor, mesh: DeviceMesh
-) -> tuple[ShardingSpec, tuple[dtensor.Placement, ...]] | None:
+# The sharding of a tensor and its placements, or None if no axis shards it.
+_Cut = tuple[ShardingSpec, tuple[dtensor.Placement, ...]] | None
+
+
+def _find_cut(name: str, tensor: PlannedTensor, mesh: DeviceMesh) -> _Cut:
     """Return the sharding and the placements of a tensor, or None if no axis shards it."""
     shape = tensor.layout.shape
     if tensor.spec is None:
@@ -166,77 +167,60 @@ def _find_alike(values: Mapping[str, Any], ranks: int) -> frozenset[str]:
 
 
 class _RankFiles:
-    """The files of a rank."""
+    """The files of all ranks, which `write` adds to the builder."""
 
-    def __init__(
-        self,
-        new: NewCheckpoint,
-        mesh: DeviceMesh,
-        cuts: Mapping[str, tuple[ShardingSpec, tuple[dtensor.Placement, ...]] | None],
-        numbers: Mapping[str, int],
-        rank: int,
-        builder: building.TorchFilesBuilder,
-    ) -> None:
-        self._new = new
-        self._builder = builder
-        self._mesh = mesh
-        self._cuts = cuts
-        self._numbers = numbers
-        self._rank = rank
+    def __init__(self, new: NewCheckpoint, mesh: DeviceMesh) -> None:
+        self.new, self.mesh = new, mesh
+        self.cuts = {name: _find_cut(name, tensor, mesh) for name, tensor in new.tensors.items()}
+        self.builder = building.TorchFilesBuilder(new.tensors)
+        self._numbers = _find_numbers(new, self.cuts)
         self._alike = _find_alike(new.values, len(mesh.devices))
+        self._kinds = {self._find_kind(name) for name in (*new.tensors, *new.values)}
 
-    def write(self) -> None:
-        """Add the files of the rank to the builder."""
+    def write(self, rank: int) -> None:
+        """Add the files of a rank."""
         states: dict[str, dict[str, Any]] = {MODEL: {}, OPTIMIZER: {}, EXTRA: {}}
         paths: dict[str, tuple[str | int, ...]] = {}
-        mesh = self._describe_mesh()
-        for name, tensor in self._new.tensors.items():
-            kind, path = self._find_place(name, is_tensor=True)
-            if path is None:
-                continue
-            cut = self._cuts[name]
-            local = tensor.layout.local_shape(self._rank)
-            if local is None and cut is None:
+        mesh = self._describe_mesh(rank)
+        for name, tensor in self.new.tensors.items():
+            kind, path = self._find_place(name, rank, is_tensor=True)
+            cut, local = self.cuts[name], tensor.layout.local_shape(rank)
+            if path is None or (local is None and cut is None):
                 continue
             if local is not None:
-                filled = self._builder.put_new(name, self._rank, local)
+                part = self.builder.put_new(name, rank, local)
             else:
-                filled = building.NewTensor.of(
-                    tensor.dtype, self._empty_shape(tensor.layout.shape, cut)
-                )
-            states[kind][name] = filled if cut is None else _describe(tensor, filled, cut, mesh)
+                part = building.NewTensor.of(tensor.dtype, _empty_shape(tensor.layout.shape, cut))
+            states[kind][name] = part if cut is None else _describe(tensor, part, cut[1], mesh)
             paths[name] = path
-        for name, value in self._new.values.items():
-            kind, path = self._find_place(name, is_tensor=False)
+        for name, value in self.new.values.items():
+            kind, path = self._find_place(name, rank, is_tensor=False)
             if path is not None:
-                states[kind][name] = self._number_groups(value) if name == GROUPS else value
+                if name == GROUPS and self._numbers:
+                    value = [{**group, "params": [*self._numbers.values()]} for group in value]
+                states[kind][name] = value
                 paths[name] = path
         for kind, state in states.items():
-            # All ranks have files of the same kinds.
-            if not any(self._find_kind(name) == kind for name in self._names()):
+            # All ranks have files of the same kinds, since readers expect them of every rank.
+            if kind not in self._kinds:
                 continue
-            ranks = len(self._mesh.devices)
-            name = f"{_BEGINNINGS[kind]}_world_size_{ranks}_rank_{self._rank}.pt"
+            ranks = len(self.mesh.devices)
             nested = unflatten_state(state, paths)
             if kind == OPTIMIZER and self._numbers:
-                nested = {
-                    **nested,
-                    "state": {self._numbers[key]: kept for key, kept in nested["state"].items()},
-                }
-            self._builder.write(name, nested, self._rank)
-
-    def _names(self) -> itertools.chain[str]:
-        return itertools.chain(self._new.tensors, self._new.values)
+                numbered = {self._numbers[key]: kept for key, kept in nested["state"].items()}
+                nested = {**nested, "state": numbered}
+            name = f"{_BEGINNINGS[kind]}_world_size_{ranks}_rank_{rank}.pt"
+            self.builder.write(name, nested, rank)
 
     def _find_kind(self, name: str) -> str:
         """Return the kind of file that has a tensor or a value."""
         if name.startswith(OPTIMIZER_PREFIX):
             return OPTIMIZER
         is_of_rank = split_rank_name(name) is not None
-        return EXTRA if is_of_rank or name in self._new.values else MODEL
+        return EXTRA if is_of_rank or name in self.new.values else MODEL
 
     def _find_place(
-        self, name: str, *, is_tensor: bool
+        self, name: str, of_rank: int, *, is_tensor: bool
     ) -> tuple[str, tuple[str | int, ...] | None]:
         """Return the kind of file and the path in its state, or None if another rank has it."""
         kind = self._find_kind(name)
@@ -245,31 +229,19 @@ class _RankFiles:
             if split is not None:
                 return kind, ("state", *split)
             return kind, (name.removeprefix(OPTIMIZER_PREFIX),)
-        of_rank = split_rank_name(name)
-        if kind == MODEL or of_rank is None:
+        named = split_rank_name(name)
+        if kind == MODEL or named is None:
             return kind, (name,)
-        rank, own = of_rank
+        rank, own = named
         if not is_tensor and own in self._alike:
             own = name
-        if rank >= len(self._mesh.devices):
-            return kind, (name,) if self._rank == 0 else None
-        return kind, (own,) if self._rank == rank else None
+        if rank >= len(self.mesh.devices):
+            return kind, (name,) if of_rank == 0 else None
+        return kind, (own,) if of_rank == rank else None
 
-    def _number_groups(self, groups: Any) -> Any:
-        if not self._numbers:
-            return groups
-        return [{**group, "params": [*self._numbers.values()]} for group in groups]
-
-    def _empty_shape(
-        self, shape: tuple[int, ...], cut: tuple[ShardingSpec, tuple[dtensor.Placement, ...]] | None
-    ) -> tuple[int, ...]:
-        """Return the shape of an empty part: 0 in the dimensions that are sharded."""
-        dims = cut[0].dim_specs if cut is not None else ()
-        return tuple(0 if dim.levels else size for size, dim in zip(shape, dims, strict=True))
-
-    def _describe_mesh(self) -> Call:
-        """Return a `DeviceMesh` on this rank, as PyTorch 2.13 pickles it."""
-        mesh = self._mesh
+    def _describe_mesh(self, rank: int) -> Call:
+        """Return a `DeviceMesh` on a rank, as PyTorch 2.13 pickles it."""
+        mesh = self.mesh
         strides = View.row_major(mesh.shape).strides
         axes = tuple(
             building.new_object(_LAYOUT, "_FlatLayout", {"shape": (size,), "stride": (stride,)})
@@ -282,7 +254,7 @@ class _RankFiles:
         int32 = as_dtype("int32")
         count = len(mesh.devices)
         ranks = building.NewTensor.of(int32, (count,), building.NewStorage(int32, count, content))
-        place = np.unravel_index(list(mesh.devices).index(self._rank), mesh.shape)
+        place = np.unravel_index(list(mesh.devices).index(rank), mesh.shape)
         state = {
             "_device_type": "cpu",
             "_layout": building.new_object(_LAYOUT, "_MeshLayout", {"axes": axes}),
@@ -293,7 +265,7 @@ class _RankFiles:
             "_flatten_rank_map": tuple(mesh.devices),
             "_thread_id": None,
             "_flatten_mapping": {},
-            "_rank": self._rank,
+            "_rank": rank,
             "_coordinate_on_dim": tuple(int(index) for index in place),
             "_hash": None,
         }
@@ -303,14 +275,19 @@ class _RankFiles:
         return building.new_object("torch.distributed.device_mesh", "DeviceMesh", state)
 
 
+def _empty_shape(shape: tuple[int, ...], cut: _Cut) -> tuple[int, ...]:
+    """Return the shape of an empty part: 0 in the dimensions that are sharded."""
+    dims = cut[0].dim_specs if cut is not None else ()
+    return tuple(0 if dim.levels else size for size, dim in zip(shape, dims, strict=True))
+
+
 def _describe(
     tensor: PlannedTensor,
     local: building.NewTensor,
-    cut: tuple[ShardingSpec, tuple[dtensor.Placement, ...]],
+    placements: tuple[dtensor.Placement, ...],
     mesh: Call,
 ) -> Call:
     """Return a DTensor, as PyTorch 2.13 pickles it."""
-    placements = cut[1]
     shape = tensor.layout.shape
     strides = View.row_major(shape).strides
     meta = Call(

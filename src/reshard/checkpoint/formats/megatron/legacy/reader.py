@@ -38,21 +38,7 @@ from typing import Any, NamedTuple
 from reshard.binding import View
 from reshard.checkpoint.blocks.fusing import StoredRegion
 from reshard.checkpoint.contents import Checkpoint, StoredFile
-from reshard.checkpoint.formats.megatron import modules, rank_blocks
-from reshard.checkpoint.formats.megatron.common_state import (
-    add_optimizer,
-    add_state,
-    chain_of,
-    find_groups,
-    set_groups,
-)
-from reshard.checkpoint.formats.megatron.legacy import (
-    FORMAT_NAME,
-    OPTIMIZER_NAME,
-    check_complete,
-    find_model_file,
-    list_rank_folders,
-)
+from reshard.checkpoint.formats.megatron import common_state, legacy, modules, rank_blocks
 from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, RankParameter, WholeTensors
 from reshard.checkpoint.formats.megatron.rank_layouts import Parallelism, RankPlace
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
@@ -331,7 +317,7 @@ class RankOptimizer:
                     yield from self._split(param, modules.common_key(key), dtype, path, regions)
 
     def _list_numbered(self) -> Iterator[StateBlock]:
-        members = [*chain_of(self._rank.state.get("optimizer"))]
+        members = [*common_state.chain_of(self._rank.state.get("optimizer"))]
         for member, own in zip(
             members, rank_blocks.split_chain(self._parameters, len(members)), strict=False
         ):
@@ -351,7 +337,7 @@ class RankOptimizer:
         plain = [group if isinstance(group, dict) else {} for group in groups]
         names: list[list[RankParameter]] = [[] for _ in plain]
         for param in parameters:
-            for number in find_groups(plain, param.name, param.shape)[:1]:
+            for number in common_state.find_groups(plain, param.name, param.shape)[:1]:
                 names[number].append(param)
         masters = member.get("fp32_from_fp16_params", member.get("fp32_from_fp16"))
         for number, (group, own) in enumerate(zip(plain, names, strict=True)):
@@ -434,13 +420,13 @@ def read(root: Path, inside: str = "") -> Checkpoint:
         CoverageError: parts that no rank has.
     """
     folder = root / inside
-    there = list_rank_folders(folder)
+    there = legacy.list_rank_folders(folder)
     if not there:
         raise CheckpointError(f"{folder} has no folder of a rank, such as mp_rank_00")
     first = folder / min(there)
-    state = _read_state(find_model_file(first))
+    state = _read_state(legacy.find_model_file(first))
     sizes = _read_sizes(first, state, there)
-    check_complete(folder, sizes)
+    legacy.check_complete(folder, sizes)
     ahead = f"{inside}/" if inside else ""
     slots = {sizes.folder_name(place): (place, slot) for slot, place in enumerate(sizes.places())}
     read_own = map_paths(
@@ -456,7 +442,7 @@ def read(root: Path, inside: str = "") -> Checkpoint:
     common = _read_common(root, ranks[0])
     # Groups list the parameters that are trained.
     weights = {n: t.shape for n, t in tensors.items() if state_name(n, "exp_avg") in tensors}
-    note = set_groups(common, weights)
+    note = common_state.set_groups(common, weights)
     files = tuple(
         StoredFile(name, (root / name).stat().st_size, rank.slot)
         for rank in ranks
@@ -468,7 +454,7 @@ def read(root: Path, inside: str = "") -> Checkpoint:
         notes.append(f"put together of {len(ranks)} ranks' folders: {sizes}")
     return Checkpoint(
         root,
-        FORMAT_NAME,
+        legacy.FORMAT_NAME,
         dict(tensors),
         files,
         values=common.values,
@@ -506,7 +492,7 @@ def _read_sizes(first: Path, state: Mapping[str, Any], there: Mapping[str, Any])
 
 
 def _read_rank(own: Path, sizes: Parallelism, place: RankPlace, slot: int, ahead: str) -> RankFiles:
-    path = find_model_file(own)
+    path = legacy.find_model_file(own)
     state = _read_state(path)
     arguments = _arguments(state)
     is_said = "tensor_model_parallel_size" in arguments
@@ -525,10 +511,13 @@ def _read_rank(own: Path, sizes: Parallelism, place: RankPlace, slot: int, ahead
             f"{path} has {len(chunks)} chunks of the model, expected {sizes.vp}, the virtual "
             "stages of each rank"
         )
-    optimizer = own / OPTIMIZER_NAME
+    optimizer = own / legacy.OPTIMIZER_NAME
     file, optimizer_state = None, None
     if optimizer.is_file():
-        file, optimizer_state = f"{ahead}{own.name}/{OPTIMIZER_NAME}", read_torch_file(optimizer)
+        file, optimizer_state = (
+            f"{ahead}{own.name}/{legacy.OPTIMIZER_NAME}",
+            read_torch_file(optimizer),
+        )
     return RankFiles(place, slot, name, state, file, optimizer_state, chunks)
 
 
@@ -537,9 +526,11 @@ def _read_common(folder: Path, rank: RankFiles) -> PlainValues:
     common = PlainValues()
     for key, value in rank.state.items():
         if not key.startswith("model") and key not in _OWN_PARTS:
-            add_state(common, (key,), value, rank.name)
-    add_state(common, ("args",), rank.state.get("args", {}), rank.name)
-    add_optimizer(common, rank.state.get("optimizer"), partial(read_storage, folder / rank.name))
+            common_state.add_state(common, (key,), value, rank.name)
+    common_state.add_state(common, ("args",), rank.state.get("args", {}), rank.name)
+    common_state.add_optimizer(
+        common, rank.state.get("optimizer"), partial(read_storage, folder / rank.name)
+    )
     if "rng_state" in rank.state:
         common.unread.append(
             ("rng_state", "states of random number generators are those of one rank each")

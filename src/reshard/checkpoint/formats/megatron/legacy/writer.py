@@ -22,13 +22,9 @@ from reshard.checkpoint.formats.megatron import (
     TRACKER_NAME,
     common_state,
     iteration_name,
+    legacy,
     modules,
     rank_blocks,
-)
-from reshard.checkpoint.formats.megatron.legacy import (
-    FORMAT_NAME,
-    MODEL_NAMES,
-    OPTIMIZER_NAME,
 )
 from reshard.checkpoint.formats.megatron.rank_layouts import RankPlace, StageLayouts
 from reshard.checkpoint.formats.torch_files.building import NewTensor, TorchFilesBuilder
@@ -120,7 +116,7 @@ class _Arranger:
         bound = self.builder.bind()
         # Tensors are listed in the order of the source, which differs from the ranks' files.
         return WritePlan(
-            FORMAT_NAME,
+            legacy.FORMAT_NAME,
             self.new.mesh,
             {name: bound[name] for name in self.new.tensors},
             tuple(self.builder.files),
@@ -164,11 +160,11 @@ class _Arranger:
         if has_state:
             make = self._groups if self.is_distributed else partial(self._number_state, chunks)
             state["optimizer"] = make()
-        self.builder.write(f"{path}/{MODEL_NAMES[0]}", state, first.slot)
+        self.builder.write(f"{path}/{legacy.MODEL_NAMES[0]}", state, first.slot)
         if has_state and self.is_distributed:
             flat = self._flat_state(chunks)
             if flat is not None:
-                self.builder.write(f"{path}/{OPTIMIZER_NAME}", flat, first.slot)
+                self.builder.write(f"{path}/{legacy.OPTIMIZER_NAME}", flat, first.slot)
 
     def _model_state(self, chunk: _ChunkParts) -> dict[str, Any]:
         model: dict[str, Any] = {}

@@ -28,11 +28,7 @@ from reshard.checkpoint.blocks.fusing import (
     split_stack,
 )
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.megatron.modules import (
-    engine_name,
-    split_expert,
-    split_layer,
-)
+from reshard.checkpoint.formats.megatron import modules
 from reshard.checkpoint.formats.torch_dcp.writer import StackedPlace
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.errors import FormatError
@@ -115,7 +111,7 @@ def name_parameters(tensors: Iterable[StoredTensor], folder: Path) -> Iterator[S
     seen: set[str] = set()
     for tensor in named:
         key, mark, parameter = tensor.name.rpartition("\0")
-        parameter = engine_name(parameter, known)
+        parameter = modules.engine_name(parameter, known)
         name = state_name(parameter, key) if mark else parameter
         if name in seen:
             raise FormatError(
@@ -145,7 +141,7 @@ def find_places(layouts: Mapping[str, tuple[object, Layout]]) -> dict[str, Stack
     places = {}
     for name in shapes:
         place = with_experts.get(name, StackedPlace(name))
-        layer = split_layer(place.key)
+        layer = modules.split_layer(place.key)
         if layer is not None and (count := alike.get(layer[0])) is not None:
             key = f"{layer[0].removesuffix('.')}{layer[2]}"
             place = StackedPlace(key, (layer[1], *place.at), (count, *place.counts))
@@ -160,7 +156,7 @@ def _stack_experts(shapes: _Shapes) -> dict[str, StackedPlace]:
     """Return the places of experts with numbers from 0 on and equal shapes."""
     stacks: dict[str, dict[int, str]] = {}
     for name in shapes:
-        if (expert := split_expert(name)) is not None:
+        if (expert := modules.split_expert(name)) is not None:
             before, number, rest = expert
             key = f"{before.removesuffix('local_experts.')}experts{rest}"
             stacks.setdefault(key, {})[number] = name
@@ -178,7 +174,7 @@ def _find_alike_layers(shapes: _Shapes) -> dict[str, int]:
     """Return the number of layers of each sequence of layers with equal tensors."""
     rows: dict[str, dict[int, set[tuple[object, ...]]]] = {}
     for name, kind in shapes.items():
-        if (layer := split_layer(name)) is not None:
+        if (layer := modules.split_layer(name)) is not None:
             row, number, rest = layer
             rows.setdefault(row, {}).setdefault(number, set()).add((rest, *kind))
     return {

@@ -18,13 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from reshard.checkpoint.contents import StoredFile
-from reshard.checkpoint.formats.megatron import common_state, modules
-from reshard.checkpoint.formats.megatron.torch_dist import (
-    BACKEND,
-    COMMON_NAME,
-    CONFIG_NAME,
-    FORMAT_NAME,
-)
+from reshard.checkpoint.formats.megatron import common_state, modules, torch_dist
 from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import find_places
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
 from reshard.checkpoint.formats.torch_dcp.metadata import StoredBytes
@@ -58,7 +52,7 @@ def plan_files(new: NewCheckpoint) -> WritePlan:
         files += (NewFile(StoredFile(OBJECTS_NAME, len(content), 0), content),)
     return dataclasses.replace(
         write_plan,
-        format=FORMAT_NAME,
+        format=torch_dist.FORMAT_NAME,
         files=files,
         values=common_state.held_values(new),
         paths=dict(new.paths),
@@ -71,14 +65,14 @@ def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
     places = _find_all_places(write_plan.tensors, write_plan.values)
     _, objects = _extra_states(places, write_plan.items)
     is_stacked = any(place.counts for place in places.values())
-    yield COMMON_NAME, saved_bytes(_common_state(write_plan, is_stacked))
+    yield torch_dist.COMMON_NAME, saved_bytes(_common_state(write_plan, is_stacked))
     config = {
-        "sharded_backend": BACKEND,
+        "sharded_backend": torch_dist.BACKEND,
         "sharded_backend_version": 1,
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    yield CONFIG_NAME, json.dumps(config).encode()
+    yield torch_dist.CONFIG_NAME, json.dumps(config).encode()
     yield METADATA_NAME, metadata_bytes(write_plan, places, objects)
 
 
