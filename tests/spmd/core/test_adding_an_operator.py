@@ -18,7 +18,7 @@ from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Operator, of_product
 from reshard.spmd.core.result_types import promoted
 from reshard.spmd.propagation.by_cost.cost_model import operations_of
-from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.rule_builder import Inferred, Shape, from_pattern
 
 MESH = DeviceMesh.of(x=2, y=2)
 
@@ -28,10 +28,7 @@ def weigh_rule(shapes: Sequence[Shape]) -> Inferred:
     rows, weights = shapes
     if len(rows) != 2 or weights != rows[1:]:
         raise SpecError(f"weigh of {rows} by {weights}; one weight a column was expected")
-    builder = RuleBuilder(shapes, [rows[:1]])
-    builder.factor([0], [0])
-    builder.factor([1, 0], kind="reduction")
-    return builder.build()
+    return from_pattern("i k, k -> i", shapes, reduced="k")
 
 
 def weigh_here(work: LocalWork) -> Function:

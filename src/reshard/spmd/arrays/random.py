@@ -43,7 +43,7 @@ from reshard.spmd.ops.arguments import explain_errors, of_arrays, portion, whole
 from reshard.spmd.ops.elementwise import add, maximum, multiply, operands, whole
 from reshard.spmd.ops.indexing import take
 from reshard.spmd.ops.ordering import argsort
-from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, axis_of, counted
+from reshard.spmd.rules.rule_builder import Inferred, Shape, axis_of, counted, from_pattern
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 from reshard.spmd.shards.partial_sums import without_partial
@@ -150,16 +150,12 @@ def random_numbers_rule(shapes: Sequence[Shape]) -> Inferred:
     ([k], [i, j]) -> ([i, j]) {i=4, j=8, k=2} need_replication={k}
     """
     counted("random_numbers", shapes[:2], 2)
-    key, like, *before = shapes
+    key, _, *before = shapes
     if key != (2,):
         raise SpecError(f"a key of shape {list(key)}; one of sp.random.key(seed) was expected")
     if before not in ([], [()]):
         raise SpecError(f"random_numbers of {before}; one number was expected at most")
-    # The key gets no factor here, so that `build` makes it whole.
-    builder = RuleBuilder(shapes, [like])
-    for dim in range(len(like)):
-        builder.factor([None, dim], [dim], adjusted=True)
-    return builder.build()
+    return from_pattern(f"_, *i{', ' * len(before)} -> *i", shapes, adjusted="i")
 
 
 def _draw_kernel(work: LocalWork) -> list[Function]:

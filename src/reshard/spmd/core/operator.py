@@ -316,6 +316,11 @@ def _infer(operator: Operator, shapes: tuple[Shape, ...], attributes: _Attribute
     given = dict(attributes.items)
     try:
         return operator.infer(shapes, **given)
+    except SpecError as error:
+        # Errors of patterns do not name the operator.
+        if not str(error).startswith("shapes "):
+            raise
+        raise SpecError(f"{operator.name} of {error}") from None
     except TypeError as error:
         # Only errors about the caller's own arguments are translated; others are raised unchanged.
         names = signature(operator.infer).parameters

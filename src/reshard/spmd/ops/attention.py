@@ -48,7 +48,7 @@ from reshard.spmd.ops.elementwise import add, divide, exp, multiply, operands, w
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
 from reshard.spmd.ops.networks import pull_again, take_off_most
 from reshard.spmd.ops.products import matmul
-from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, counted
+from reshard.spmd.rules.rule_builder import Inferred, Shape, counted, from_dims, from_pattern
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, is_watched
@@ -174,39 +174,28 @@ def attention_rule(
             "[..., g, t, e] were expected, g dividing h"
         )
     # Heads are the product of groups (the major factor) and the heads of each group.
-    heads, groups = queries[lead], keys[lead]
-    each = heads // max(groups, 1)
-    scores = (*queries[:-1], keys[-2])
-    mask = shapes[3] if len(shapes) == 4 else ()
-    missing = rank - len(mask)
-    if missing < 0 or any(b not in (1, a) for a, b in zip(scores[missing:], mask, strict=True)):
-        raise SpecError(f"mask {mask} of scores {scores}; it must broadcast to them")
-
-    def of_mask(dim: int) -> int | None:
-        own = dim - missing
-        is_there = len(shapes) == 4 and own >= 0 and mask[own] == scores[dim]
-        return own if is_there else None
-
+    groups = keys[lead]
+    sizes = {"g": groups, "r": queries[lead] // max(groups, 1)}
+    rows = [*range(lead), ("g", "r") if sizes["r"] != 1 else "g", "s"]
+    columns = [*range(lead), "g", "t"]
+    masks = []
+    if len(shapes) == 4:
+        mask, scores = shapes[3], (*queries[:-1], keys[-2])
+        missing = rank - len(mask)
+        if missing < 0 or any(b not in (1, a) for a, b in zip(scores[missing:], mask, strict=True)):
+            raise SpecError(f"mask {mask} of scores {scores}; it must broadcast to them")
+        own = zip([*rows, "t"][missing:], scores[missing:], mask, strict=True)
+        masks.append([dim if size == wanted else None for dim, wanted, size in own])
+    # Keys and channels of queries stay whole: scores must be complete before the softmax, which
+    # sees all keys, and neither sum over a part can be combined later.
     is_placed = is_causal or window is not None
-    builder = RuleBuilder(shapes, [(*queries[:-1], values[-1])])
-
-    def factor(dims: Sequence[int | None], result: int | None, **kind: object) -> None:
-        given = list(dims) if len(shapes) == 4 else list(dims)[:3]
-        builder.factor(given, [result], **kind)  # type: ignore[arg-type]
-
-    # Batch, groups of heads, heads of a group, queries, and the elements of values pass through.
-    for dim in range(lead):
-        factor([dim, dim, dim, of_mask(dim)], dim)
-    factor([lead, lead, lead, of_mask(lead)], lead, size=groups)
-    if each != 1:
-        factor([lead, None, None, of_mask(lead)], lead, size=each)
-    factor([rank - 2, None, None, of_mask(rank - 2)], rank - 2, adjusted=is_placed)
-    factor([None, None, rank - 1, None], rank - 1)
-    # Scores must be complete before the softmax, and the softmax sees all keys: neither sum over a
-    # part can be combined later.
-    factor([rank - 1, rank - 1, None, None], None, kind="need_replication")
-    factor([None, rank - 2, rank - 2, of_mask(rank - 1)], None, kind="need_replication")
-    return builder.build()
+    return from_dims(
+        [[*rows, "d"], [*columns, "d"], [*columns, "e"], *masks],
+        [[*rows, "e"]],
+        shapes,
+        sizes=sizes,
+        adjusted=["s"] if is_placed else (),
+    )
 
 
 _HEADS: list[Shape] = [(2, 8, 5, 16), (2, 4, 7, 16), (2, 4, 7, 32)]
@@ -693,22 +682,21 @@ def attention_gradient_rule(
     {i=2, j=4, k=2, l=5, m=7, n=16, o=32} reduction={k, l} need_replication={m, n, o}
     """
     counted("attention_gradient", shapes, 4)
-    queries, keys, values = shapes[:3]
-    lead = len(queries) - 3
-    builder = RuleBuilder(shapes, [queries, keys, values])
-    for dim in range(lead):
-        builder.factor([dim] * 4, [dim] * 3)
-    builder.factor([lead] * 4, [lead] * 3, size=keys[lead])
-    each = queries[lead] // max(keys[lead], 1)
-    builder.factor([lead, None, None, lead], [lead], size=each, kind="reduction")
-    place, channel = lead + 1, lead + 2
-    is_placed = is_causal or window is not None
-    builder.factor([place, None, None, place], [place], kind="reduction", adjusted=is_placed)
-    builder.factor([None, place, place], [None, place, place], kind="need_replication")
-    builder.factor([channel] * 2, [channel] * 2, kind="need_replication")
-    of_values = [None, None, channel]
-    builder.factor([*of_values, channel], of_values, kind="need_replication")
-    return builder.build()
+    return from_pattern(
+        "*b gr s d, *b g t d, *b g t e, *b gr s e -> *b gr s d, *b g t d, *b g t e",
+        shapes,
+        order="bgrst",
+        sizes=count_groups(shapes),
+        reduced="rs",
+        whole="tde",
+        adjusted="s" if is_causal or window is not None else "",
+    )
+
+
+def count_groups(shapes: Sequence[Shape]) -> dict[str, int]:
+    """Return the sizes of the factors of heads: `g` groups of `r` heads each."""
+    groups = shapes[1][-3]
+    return {"g": groups, "r": shapes[0][-3] // max(groups, 1)}
 
 
 def _work_of_gradient(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:

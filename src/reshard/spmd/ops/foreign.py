@@ -44,7 +44,7 @@ from reshard.spmd.ops.movement import (
     reshape_rule,
 )
 from reshard.spmd.ops.networks import _WHOLE, register_layer
-from reshard.spmd.ops.products import _check_same, einsum_rule, register_product
+from reshard.spmd.ops.products import einsum_rule, product_of_pairs, register_product
 from reshard.spmd.ops.reductions import (
     _TOTALLED,
     _TOTALS,
@@ -57,14 +57,13 @@ from reshard.spmd.ops.reductions import (
 from reshard.spmd.rules.rule_builder import (
     Axes,
     Inferred,
-    RuleBuilder,
     Shape,
     axes_of,
     axis_of,
-    broadcast_factors,
-    broadcast_shape,
     counted,
     elementwise_rule,
+    from_dims,
+    from_pattern,
     kept,
     one_operand,
     replicated_rule,
@@ -172,10 +171,8 @@ def broadcast_arrays_rule(shapes: Sequence[Shape]) -> Inferred:
     >>> print(broadcast_arrays_rule([(4, 1), (8,)]).rule)
     ([i, j], [k]) -> ([i, k], [i, k]) {i=4, j=1, k=8} need_replication={j}
     """
-    result = broadcast_shape(shapes)
-    builder = RuleBuilder(shapes, [result] * len(shapes))
-    broadcast_factors(builder, result, operands=range(len(shapes)))
-    return builder.build()
+    every = ", ".join(["..."] * len(shapes))
+    return from_pattern(f"{every} -> {every}", shapes)
 
 
 register_movement(
@@ -199,15 +196,11 @@ def stack_rule(shapes: Sequence[Shape], axis: int = 0) -> Inferred:
     _check_some("stack", shapes)
     if len(set(shapes)) > 1:
         raise SpecError(f"stack of {', '.join(map(str, shapes))}; one shape was expected")
-    shape = shapes[0]
-    place = axis_of(len(shape) + 1, axis)
-    builder = RuleBuilder(shapes, [(*shape[:place], len(shapes), *shape[place:])])
-    for dim in range(len(shape) + 1):
-        if dim == place:
-            builder.factor((), [dim], kind="need_replication")
-        else:
-            builder.factor([dim - (dim > place)] * len(shapes), [dim])
-    return builder.build()
+    made = range(len(shapes[0]) + 1)
+    place = axis_of(len(made), axis)
+    others = [dim for dim in made if dim != place]
+    sizes = {place: len(shapes)}
+    return from_dims([others] * len(shapes), [made], shapes, sizes=sizes, whole=[place])
 
 
 register_movement("stack", stack_rule, ([(4,), (4,)], {"axis": 1}), no_pullback=COMPOSED)
@@ -223,15 +216,9 @@ def unstack_rule(shapes: Sequence[Shape], axis: int = 0) -> Inferred:
     ([i, j]) -> ([i], [i]) {i=4, j=2} need_replication={j}
     """
     shape = one_operand("unstack", shapes)
-    place = axis_of(len(shape), axis)
-    count = shape[place]
-    builder = RuleBuilder([shape], [shape[:place] + shape[place + 1 :]] * count)
-    for dim in range(len(shape)):
-        if dim == place:
-            builder.factor([dim], kind="need_replication")
-        else:
-            builder.factor([dim], [dim - (dim > place)] * count)
-    return builder.build()
+    dims, place = range(len(shape)), axis_of(len(shape), axis)
+    others = [dim for dim in dims if dim != place]
+    return from_dims([dims], [others] * shape[place], [shape], order=dims)
 
 
 register_movement(
@@ -266,11 +253,8 @@ def split_rule(
         cuts = [slice(where).indices(size)[1] for where in indices_or_sections]
     ends = zip([0, *cuts], [*cuts, size], strict=True)
     results = [(*shape[:place], max(stop - start, 0), *shape[place + 1 :]) for start, stop in ends]
-    builder = RuleBuilder([shape], results)
-    for dim in range(len(shape)):
-        moves = dim == place and len(results) > 1
-        builder.factor([dim], [dim] * len(results), kind="permutation" if moves else "pass_through")
-    return builder.build()
+    dims, moved = range(len(shape)), [place] if len(results) > 1 else []
+    return from_dims([dims], [dims] * len(results), [shape], results, moved=moved)
 
 
 register_movement(
@@ -293,18 +277,14 @@ def tile_rule(shapes: Sequence[Shape], repetitions: Sequence[int]) -> Inferred:
     ([k]) -> ([i, jk]) {i=2, j=3, k=4}
     """
     shape = one_operand("tile", shapes)
-    rank = max(len(shape), len(repetitions))
-    sizes = (1,) * (rank - len(shape)) + shape
-    times = (1,) * (rank - len(repetitions)) + tuple(repetitions)
-    builder = RuleBuilder([shape], [tuple(a * b for a, b in zip(sizes, times, strict=True))])
-    for dim in range(rank):
-        # Shapes and repetitions are aligned at the end; the shorter sequence is padded with 1.
-        source = dim - rank + len(shape)
-        if times[dim] != 1 or source < 0:
-            builder.factor((), [dim], size=times[dim])
-        if source >= 0:
-            builder.factor([source], [dim])
-    return builder.build()
+    # Shapes and repetitions are aligned at the end: dimensions are counted from there.
+    made = range(-max(len(shape), len(repetitions)), 0)
+    times = {f"times {dim}": repetitions[dim] if -dim <= len(repetitions) else 1 for dim in made}
+    result = [
+        (*([name] if count != 1 or -dim > len(shape) else []), *([dim] * (-dim <= len(shape))))
+        for dim, (name, count) in zip(made, times.items(), strict=True)
+    ]
+    return from_dims([range(-len(shape), 0)], [result], [shape], sizes=times)
 
 
 register_movement(
@@ -328,32 +308,26 @@ def repeat_rule(
     ([i, k]) -> ([ij, k]) {i=4, j=3, k=8}
     """
     shape = one_operand("repeat", shapes)
-    size = math.prod(shape) if axis is None else shape[axis_of(len(shape), axis)]
     place = None if axis is None else axis_of(len(shape), axis)
+    size = math.prod(shape) if place is None else shape[place]
     counts = [repeats] if isinstance(repeats, int) else list(repeats)
-    # Equal repeats are a minor factor of the dimension. Unequal repeats need the whole dimension.
-    even = len(counts) == 1
-    if not even and len(counts) != size:
+    if len(counts) not in (1, size):
         raise SpecError(f"{len(counts)} repeats of {size} elements; give one, or one for each")
-    total = size * counts[0] if even else sum(counts)
+    dims: list[Any] = list(range(len(shape)))
+    if len(counts) == 1:
+        # Equal repeats are a minor factor of the dimension.
+        times = ["times"] if counts[0] != 1 or not dims else []
+        each = [(dim, *times) if dim == place else dim for dim in dims]
+        result = [(*dims, *times)] if place is None else each
+        return from_dims([dims], [result], [shape], sizes={"times": counts[0]})
+    # Unequal repeats need the whole dimension.
+    total = sum(counts)
     if place is None:
-        result: Shape = (total,)
-    else:
-        result = (*shape[:place], total, *shape[place + 1 :])
-    if not even and place is None:
-        return Inferred(replicated_rule(shapes, [result]), (result,))
-    builder = RuleBuilder([shape], [result])
-    for dim in range(len(shape)):
-        if dim == place and not even:
-            builder.factor([dim], kind="need_replication")
-            builder.factor((), [dim], kind="need_replication")
-            continue
-        builder.factor([dim], [0 if place is None else dim])
-        if dim == place and counts[0] != 1:
-            builder.factor((), [dim], size=counts[0])
-    if place is None and (counts[0] != 1 or not shape):
-        builder.factor((), [0], size=counts[0])
-    return builder.build()
+        return Inferred(replicated_rule(shapes, [(total,)]), ((total,),))
+    made = ["total" if dim == place else dim for dim in dims]
+    order = [*dims[: place + 1], "total"]
+    sizes = {"total": total}
+    return from_dims([dims], [made], [shape], order=order, sizes=sizes, whole=["total"])
 
 
 register_movement(
@@ -380,13 +354,11 @@ def meshgrid_rule(shapes: Sequence[Shape], indexing: str = "xy") -> Inferred:
     order = list(range(len(shapes)))
     if indexing == "xy" and len(shapes) > 1:
         order[:2] = [1, 0]
+    vectors = [[number] * len(shape) for number, shape in enumerate(shapes)]
     # The product of a scalar's shape is 1: it spans a dimension of one element.
-    result = tuple(math.prod(shapes[source]) for source in order)
-    builder = RuleBuilder(shapes, [result] * len(shapes))
-    for dim, source in enumerate(order):
-        own = [None] * source + [0] if shapes[source] else []
-        builder.factor(own, [dim] * len(shapes), size=result[dim])
-    return builder.build()
+    return from_dims(
+        vectors, [order] * len(shapes), shapes, sizes=dict(enumerate(map(math.prod, shapes)))
+    )
 
 
 register_movement(
@@ -402,10 +374,7 @@ def triangle_rule(shapes: Sequence[Shape], k: int = 0) -> Inferred:
     shape = one_operand("tril or triu", shapes)
     if len(shape) < 2:
         raise SpecError(f"shape {shape} is no matrix; 2 or more dimensions were expected")
-    builder = RuleBuilder([shape], [shape])
-    for dim in range(len(shape)):
-        builder.factor([dim], [dim], adjusted=dim >= len(shape) - 2)
-    return builder.build()
+    return from_pattern("*b i j -> *b i j", shapes, adjusted="ij")
 
 
 _TRIANGLE = "the diagonal lies elsewhere in a part"
@@ -424,19 +393,13 @@ def diff_rule(shapes: Sequence[Shape], axis: int = -1, n: int = 1) -> Inferred:
     """
     if not 1 <= len(shapes) <= 3:
         counted("diff", shapes, 1)
-    rank = len(shapes[0])
-    place = axis_of(rank, axis)
+    dims = range(len(shapes[0]))
+    place = axis_of(len(dims), axis)
     joined = concat_rule(shapes, axis).result_shapes[0]
     result = (*joined[:place], max(joined[place] - n, 0), *joined[place + 1 :])
-    builder = RuleBuilder(shapes, [result])
-    for dim in range(rank):
-        if dim != place:
-            builder.factor([dim] * len(shapes), [dim])
-        else:
-            builder.factor(
-                [dim], [dim], kind="permutation" if n or len(shapes) > 1 else "pass_through"
-            )
-    return builder.build()
+    others = [[None if dim == place else dim for dim in dims]] * (len(shapes) - 1)
+    moved = [place] if n or others else []
+    return from_dims([dims, *others], [dims], shapes, [result], moved=moved)
 
 
 ship(
@@ -473,15 +436,9 @@ def one_hot_rule(shapes: Sequence[Shape], num_classes: int, axis: int = -1) -> I
     >>> print(one_hot_rule([(4,)], num_classes=10).rule)
     ([i]) -> ([i, j]) {i=4, j=10}
     """
-    shape = one_operand("one_hot", shapes)
-    place = axis_of(len(shape) + 1, axis)
-    builder = RuleBuilder([shape], [(*shape[:place], num_classes, *shape[place:])])
-    for dim in range(len(shape) + 1):
-        if dim == place:
-            builder.factor((), [dim], adjusted=True)
-        else:
-            builder.factor([dim - (dim > place)], [dim])
-    return builder.build()
+    place = axis_of(len(one_operand("one_hot", shapes)) + 1, axis)
+    lengths, sizes = {"a": place}, {"c": num_classes}
+    return from_pattern("*a *b -> *a c *b", shapes, lengths=lengths, sizes=sizes, adjusted="c")
 
 
 register_indexing(
@@ -498,12 +455,7 @@ register_indexing(
 
 def isin_rule(shapes: Sequence[Shape], invert: bool = False) -> Inferred:
     """Return whether elements are among those of the second operand, which devices need whole."""
-    counted("isin", shapes, 2)
-    # The second operand gets no factor, so that `build` makes it whole.
-    builder = RuleBuilder(shapes, [shapes[0]])
-    for dim in range(len(shapes[0])):
-        builder.factor([dim], [dim])
-    return builder.build()
+    return from_pattern("*i, *_ -> *i", shapes)
 
 
 register_indexing("isin", isin_rule, ([(4, 8), (3,)], {}), result_types=boolean, is_constant=True)
@@ -551,27 +503,7 @@ def dot_general_rule(
     ([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}
     """
     counted("dot_general", shapes, 2)
-    left, right = shapes
-    gone = [{*batching[side], *contracting[side]} for side in range(2)]
-    free = [
-        [dim for dim in range(len(shape)) if dim not in gone[side]]
-        for side, shape in enumerate(shapes)
-    ]
-    sizes = [left[dim] for dim in (*batching[0], *free[0])] + [right[dim] for dim in free[1]]
-    builder = RuleBuilder(shapes, [tuple(sizes)])
-    for place, (one, other) in enumerate(zip(*batching, strict=True)):
-        _check_same("dot_general", left[one], right[other], shapes)
-        builder.factor([one, other], [place])
-    lead = len(batching[0])
-    for number, dim in enumerate(free[0]):
-        builder.factor([dim], [lead + number])
-    lead += len(free[0])
-    for number, dim in enumerate(free[1]):
-        builder.factor([None, dim], [lead + number])
-    for one, other in zip(*contracting, strict=True):
-        _check_same("dot_general", left[one], right[other], shapes)
-        builder.factor([one, other], kind="reduction")
-    return builder.build()
+    return product_of_pairs(shapes, batching, contracting)
 
 
 register_product(
@@ -706,14 +638,7 @@ def triangular_solve_rule(shapes: Sequence[Shape], left_side: bool = True, **_: 
     left, right = shapes
     if len(left) != len(right) or left[:-2] != right[:-2] or {*left[-2:]} != {*right[-1:]}:
         raise SpecError(f"triangular solve of {left} and {right}; [..., m, m] and [..., n, m]")
-    lead = len(left) - 2
-    builder = RuleBuilder(shapes, [right])
-    for dim in range(lead):
-        builder.factor([dim, dim], [dim])
-    builder.factor([None, lead], [lead])
-    builder.factor([lead + 1, lead + 1], kind="need_replication")
-    builder.factor([lead], [lead + 1], kind="need_replication")
-    return builder.build()
+    return from_pattern("*b k j, *b i j -> *b i k", shapes, order="bij", whole="jk")
 
 
 register_linalg(
@@ -737,22 +662,12 @@ def cross_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     ([i, j], [i, j]) -> ([i, j]) {i=4, j=3} need_replication={j}
     """
     counted("cross", shapes, 2)
-    result = broadcast_shape(shapes)
     # Counted from the end, since operands of other ranks broadcast to the left of it.
-    back = axis if axis < 0 else axis - len(result)
+    back = axis if axis < 0 else axis - max(map(len, shapes))
     if any(len(shape) < -back or shape[back] != 3 for shape in shapes):
         raise SpecError(f"cross of {shapes[0]} and {shapes[1]}; axis {axis} must have size 3")
-    builder = RuleBuilder(shapes, [result])
-    for dim, size in enumerate(result):
-        found: list[int | None] = []
-        for tensor, shape in enumerate(shapes):
-            own = dim - len(result) + len(shape)
-            found.append(own if own >= 0 and shape[own] == size else None)
-            if own >= 0 and shape[own] != size:
-                builder.factor([None] * tensor + [own], size=1)
-        kind = "need_replication" if dim == len(result) + back else "pass_through"
-        builder.factor(found, [dim], size=size, kind=kind)  # type: ignore[arg-type]
-    return builder.build()
+    pattern = "... k *b, ... k *b -> ... k *b"
+    return from_pattern(pattern, shapes, lengths={"b": -1 - back}, broadcast="b", whole="k")
 
 
 register_linalg(
@@ -852,14 +767,8 @@ def batch_norm_rule(shapes: Sequence[Shape], axis: int = 1) -> Inferred:
     ([i, j], [j], [j], [j], [j]) -> ([i, j]) {i=4, j=8}
     """
     counted("batch_norm", shapes, 5)
-    shape = shapes[0]
-    place = axis_of(len(shape), axis)
-    if any(other != (shape[place],) for other in shapes[1:]):
-        raise SpecError(f"batch_norm of {', '.join(map(str, shapes))}; vectors of axis {axis}")
-    builder = RuleBuilder(shapes, [shape])
-    for dim in range(len(shape)):
-        builder.factor([dim, *([0] * 4 if dim == place else [])], [dim])
-    return builder.build()
+    lengths = {"a": axis_of(len(shapes[0]), axis)}
+    return from_pattern("*a c *b, c, c, c, c -> *a c *b", shapes, lengths=lengths)
 
 
 register_layer(
@@ -881,15 +790,8 @@ def cross_entropy_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     ([i, j], [i]) -> ([i]) {i=4, j=10} need_replication={j}
     """
     counted("cross_entropy", shapes, 2)
-    logits, labels = shapes
-    place = axis_of(len(logits), axis)
-    if labels != logits[:place] + logits[place + 1 :]:
-        raise SpecError(f"labels {labels} of logits {logits}; one for each but axis {axis}")
-    builder = RuleBuilder(shapes, [labels])
-    for dim in range(len(labels)):
-        builder.factor([dim + (dim >= place), dim], [dim])
-    builder.factor([place], kind="need_replication")
-    return builder.build()
+    lengths = {"a": axis_of(len(shapes[0]), axis)}
+    return from_pattern("*a c *b, *a *b -> *a *b", shapes, lengths=lengths)
 
 
 register_layer(
@@ -925,10 +827,10 @@ def filled(
     () -> ([i, j]) {i=4, j=8}
     """
     result = (shape,) if isinstance(shape, int) else tuple(shape)
-    builder = RuleBuilder(shapes, [result])
-    for dim in range(len(result)):
-        builder.factor((), [dim], adjusted=adjusted)
-    return builder.build()
+    dims = range(len(result))
+    return from_dims(
+        [()] * len(shapes), [dims], shapes, [result], adjusted=dims if adjusted else ()
+    )
 
 
 _FILLED: Example = ([], {"shape": (4, 8)})
@@ -1026,13 +928,17 @@ def random_bits_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
     ([i]) -> ([i], [j, k]) {i=2, j=4, k=8} need_replication={i} blocked={i}
     """
     counted("random_bits", shapes, 1)
-    builder = RuleBuilder(shapes, [shapes[0], tuple(shape)])
-    for dim in range(len(shapes[0])):
-        # Each device draws from the same state, and gets the whole next state.
-        builder.factor([dim], [dim], kind="need_replication", blocked=True)
-    for dim in range(len(shape)):
-        builder.factor((), [None, dim], adjusted=True)
-    return builder.build()
+    results, lengths = [shapes[0], tuple(shape)], {"i": len(shape)}
+    # Each device draws from the same state, and gets the whole next state.
+    return from_pattern(
+        "*k -> *k, *i",
+        shapes,
+        results,
+        lengths=lengths,
+        whole="k",
+        blocked="k",
+        adjusted="i",
+    )
 
 
 register_creation(

@@ -39,10 +39,12 @@ from reshard.spmd.ops.movement import (
 from reshard.spmd.ops.reductions import sum as sum_over
 from reshard.spmd.rules.rule_builder import (
     Inferred,
-    RuleBuilder,
     Shape,
     axis_of,
     counted,
+    from_dims,
+    from_pattern,
+    kept,
     one_operand,
 )
 from reshard.spmd.shards.array_value import ArrayValue
@@ -94,29 +96,20 @@ def take_rule(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
     ([k, j], [i]) -> ([i, j]) {i=4, j=8, k=100} reduction={k}
     """
     counted("take", shapes, 2)
-    shape, indices = shapes
+    shape, _ = shapes
     if axis is None and len(shape) != 1:
         raise SpecError(f"take of {shape} without an axis; say which axis the indices are of")
     place = axis_of(len(shape), axis or 0)
-    result = shape[:place] + indices + shape[place + 1 :]
-    builder = RuleBuilder(shapes, [result])
-    for dim in range(place):
-        builder.factor([dim], [dim])
-    # The indices' dimensions are between the dimensions before the axis and those after it.
-    for dim in range(len(indices)):
-        builder.factor([None, dim], [place + dim], leading=place == 0)
-    for dim in range(place + 1, len(shape)):
-        builder.factor([dim], [dim - 1 + len(indices)])
-    _add_looked_up_axis(builder, place)
-    return builder.build()
-
-
-def _add_looked_up_axis(builder: RuleBuilder, place: int) -> None:
-    """Add the indexed axis. If it has a single element, every index refers to that element."""
-    if builder.operands[0][place] == 1:
-        builder.factor([place], kind="need_replication")
-    else:
-        builder.factor([place], kind="reduction", adjusted=True)
+    # All indices refer to the element of an axis of one.
+    looked_up = "k" if shape[place] != 1 else ""
+    return from_pattern(
+        "*a k *b, *i -> *a *i *b",
+        shapes,
+        lengths={"a": place},
+        leading="i" if place == 0 else "",
+        reduced=looked_up,
+        adjusted=looked_up,
+    )
 
 
 def _take_kernel(work: LocalWork) -> Function | list[Function]:
@@ -216,36 +209,22 @@ def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
 
 
 def take_along_axis_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
-    """Infer an element of an axis for each index; the other dimensions correspond.
+    """Infer an element of an axis for each index; the other dimensions broadcast.
 
     >>> print(take_along_axis_rule([(4, 8), (4, 3)]).rule)
     ([i, k], [i, j]) -> ([i, j]) {i=4, j=3, k=8} reduction={k}
     """
     counted("take_along_axis", shapes, 2)
-    shape, indices = shapes
-    if len(shape) != len(indices):
-        raise SpecError(f"take_along_axis of {shape} at {indices}; ranks must be equal")
-    place = axis_of(len(shape), axis)
-    result = []
-    for dim, (size, other) in enumerate(zip(shape, indices, strict=True)):
-        if dim != place and size != other and 1 not in (size, other):
-            raise SpecError(f"take_along_axis of {shape} at {indices}; dimension {dim} differs")
-        result.append(other if dim == place or size == 1 else size)
-    builder = RuleBuilder(shapes, [tuple(result)])
-    for dim, size in enumerate(result):
-        if dim == place:
-            builder.factor([None, dim], [dim])
-            continue
-        found: list[int | None] = [None, None]
-        for tensor, given in enumerate((shape, indices)):
-            # A size of 1 that broadcasts gets a separate factor.
-            if given[dim] == size:
-                found[tensor] = dim
-            else:
-                builder.factor([None] * tensor + [dim], size=1)
-        builder.factor(found, [dim], size=size)
-    _add_looked_up_axis(builder, place)
-    return builder.build()
+    place = axis_of(len(shapes[0]), axis)
+    looked_up = "k" if shapes[0][place] != 1 else ""
+    return from_pattern(
+        "*a k *b, *a j *b -> *a j *b",
+        shapes,
+        lengths={"a": place},
+        broadcast="ab",
+        reduced=looked_up,
+        adjusted=looked_up,
+    )
 
 
 def _take_along_kernel(work: LocalWork) -> Function | list[Function]:
@@ -339,11 +318,7 @@ def checked_index_rule(shapes: Sequence[Shape], size: int) -> Inferred:
     >>> print(checked_index_rule([(4, 3)], size=10).rule)
     ([i, j]) -> ([i, j]) {i=4, j=3}
     """
-    shape = one_operand("checked_index", shapes)
-    builder = RuleBuilder([shape], [shape])
-    for dim in range(len(shape)):
-        builder.factor([dim], [dim])
-    return builder.build()
+    return kept(one_operand("checked_index", shapes))
 
 
 def _checked_index_kernel(work: LocalWork) -> Function:
@@ -620,16 +595,9 @@ def scatter_rule(shapes: Sequence[Shape], axis: int = 0, mode: str = "set") -> I
             f"scatter into {shape} of updates {updates} at {indices}; updates of "
             f"{shape[:place] + indices + shape[place + 1 :]} were expected"
         )
-    builder = RuleBuilder(shapes, [shape])
-    for dim in range(place):
-        builder.factor([dim, None, dim], [dim])
-    for dim in range(len(indices)):
-        # Any index may refer to a device's part, so devices need all indices and updates.
-        builder.factor([None, dim, place + dim], kind="need_replication")
-    for dim in range(place + 1, len(shape)):
-        builder.factor([dim, None, dim - 1 + len(indices)], [dim])
-    builder.factor([place], [place], adjusted=True)
-    return builder.build()
+    # Any index may refer to a device's part, so devices need all indices and updates.
+    pattern = "*a k *b, *i, *a *i *b -> *a k *b"
+    return from_pattern(pattern, shapes, lengths={"a": place}, order="aib", adjusted="k")
 
 
 def _adds(**attributes: Any) -> bool:
@@ -736,18 +704,14 @@ def dynamic_slice_rule(shapes: Sequence[Shape], sizes: Sequence[int]) -> Inferre
     >>> print(dynamic_slice_rule([(4, 8), (), ()], sizes=[4, 3]).rule)
     ([i, j], [], []) -> ([i, j]) {i=4, j=8} need_replication={j} blocked={j}
     """
-    shape = shapes[0]
+    shape, dims = shapes[0], range(len(shapes[0]))
     counted("dynamic_slice", shapes, 1 + len(shape))
     if len(sizes) != len(shape) or any(a > b for a, b in zip(sizes, shape, strict=True)):
         raise SpecError(f"dynamic slice of sizes {tuple(sizes)} from {shape}; it must fit inside")
-    builder = RuleBuilder(shapes, [tuple(sizes)])
-    for dim, size in enumerate(shape):
-        # The start is a value, so the part that has the rectangle is not known before execution.
-        short = sizes[dim] != size
-        builder.factor(
-            [dim], [dim], kind="need_replication" if short else "pass_through", blocked=short
-        )
-    return builder.build()
+    # The start is a value, so the part that has the rectangle is not known before execution.
+    short = [dim for dim in dims if sizes[dim] != shape[dim]]
+    operands, results = [dims, *[()] * len(shape)], [tuple(sizes)]
+    return from_dims(operands, [dims], shapes, results, whole=short, blocked=short)
 
 
 _KEPT = ("max", "min", "product")
@@ -815,14 +779,12 @@ def dynamic_update_slice_rule(shapes: Sequence[Shape]) -> Inferred:
     counted("dynamic_update_slice", shapes, 2 + len(shape))
     if len(update) != len(shape) or any(a > b for a, b in zip(update, shape, strict=True)):
         raise SpecError(f"an update {update} of {shape}; it must fit inside")
-    builder = RuleBuilder(shapes, [shape])
-    for dim, size in enumerate(shape):
-        if update[dim] == size:
-            builder.factor([dim, dim], [dim])
-        else:
-            builder.factor([dim], [dim], adjusted=True)
-            builder.factor([None, dim], kind="need_replication")
-    return builder.build()
+    dims = range(len(shape))
+    short = [dim for dim in dims if update[dim] != shape[dim]]
+    of_update = [f"update {dim}" if dim in short else dim for dim in dims]
+    order = [factor for pair in zip(dims, of_update, strict=True) for factor in pair]
+    operands = [dims, of_update, *[()] * len(shape)]
+    return from_dims(operands, [dims], shapes, order=order, adjusted=short)
 
 
 def _dynamic_update_kernel(work: LocalWork) -> Function:
@@ -895,13 +857,7 @@ def searchsorted_rule(shapes: Sequence[Shape], side: str = "left") -> Inferred:
     >>> print(searchsorted_rule([(8,), (4,)]).rule)
     ([j], [i]) -> ([i]) {i=4, j=8} need_replication={j}
     """
-    if len(shapes) not in (2, 3):
-        counted("searchsorted", shapes, 2)
-    builder = RuleBuilder(shapes, [shapes[1]])
-    # The vector gets no factor here, so that `build` makes it whole.
-    for dim in range(len(shapes[1])):
-        builder.factor([None, dim], [dim])
-    return builder.build()
+    return from_pattern(f"*_, *i{', *_' * (len(shapes) > 2)} -> *i", shapes)
 
 
 register_indexing(

@@ -9,6 +9,7 @@ functions", 2010 (QR); Townsend, "Differentiating the singular value decompositi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -47,12 +48,11 @@ from reshard.spmd.ops.movement import (
 from reshard.spmd.ops.products import matmul, outer, tensordot, vecdot
 from reshard.spmd.rules.rule_builder import (
     Inferred,
-    RuleBuilder,
     Shape,
     axis_of,
-    broadcast_factors,
-    broadcast_shape,
     counted,
+    from_dims,
+    from_pattern,
     kept,
     one_operand,
 )
@@ -181,19 +181,16 @@ def matrix_rule(trailing: Trailing, *, square: bool = False) -> Infer:
             raise SpecError(
                 f"shape {shape}; {'square ' * square}matrices [..., m, n] were expected"
             )
-        lead = len(shape) - 2
+        *lead, rows, columns = range(len(shape))
         tails = trailing(*shape[-2:], **attributes)
-        builder = RuleBuilder([shape], [shape[:lead] + tail for tail in tails])
-        for dim in range(lead):
-            builder.factor([dim], [dim] * len(tails))
-        # The operand's rows and columns and the trailing dimensions of results share no factors in
-        # common.
-        for dim in (lead, lead + 1):
-            builder.factor([dim], kind="need_replication")
-        for number, tail in enumerate(tails):
-            for dim in range(len(tail)):
-                builder.factor((), [None] * number + [lead + dim], kind="need_replication")
-        return builder.build()
+        # The operand's rows and columns and the trailing dimensions of results share no factors.
+        made = [[f"{n} {dim}" for dim in range(len(tail))] for n, tail in enumerate(tails)]
+        whole = [rows, columns, *itertools.chain(*made)]
+        results = [shape[:-2] + tail for tail in tails]
+        every = [[*lead, *own] for own in made]
+        return from_dims(
+            [range(len(shape))], every, shapes, results, order=range(len(shape)), whole=whole
+        )
 
     return infer
 
@@ -552,19 +549,8 @@ def solve_rule(shapes: Sequence[Shape], **_: Any) -> Inferred:
     inner = right[-1:] if vector else right[-2:-1]
     if len(left) < 2 or left[-1:] != left[-2:-1] or inner != left[-1:]:
         raise SpecError(f"solve of {left} and {right}; [..., m, m] and [..., m, n] were expected")
-    batch = broadcast_shape([left[:-2], right[: -1 if vector else -2]])
-    columns = () if vector else right[-1:]
-    builder = RuleBuilder(shapes, [batch + inner + columns])
-    if vector:
-        for dim in range(len(batch)):
-            builder.factor([dim], [dim])
-    else:
-        broadcast_factors(builder, batch, operands=range(2), skip=2)
-    builder.factor([len(left) - 2, 0 if vector else len(right) - 2], kind="need_replication")
-    if columns:
-        builder.factor([None, len(right) - 1], [len(batch) + 1])
-    builder.factor([len(left) - 1], [len(batch)], kind="need_replication")
-    return builder.build()
+    pattern = "... j l, j -> ... l" if vector else "... j l, ... j k -> ... l k"
+    return from_pattern(pattern, shapes, order=".jk", whole="jl")
 
 
 def _pull_solve(step: TapeStep, g: Any, number: int) -> Any:

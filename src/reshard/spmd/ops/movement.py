@@ -24,11 +24,11 @@ from reshard.spmd.ops.elementwise import operands, whole
 from reshard.spmd.rules.rule_builder import (
     Axes,
     Inferred,
-    RuleBuilder,
     Shape,
     axes_of,
     axis_of,
     broadcast_shape,
+    from_dims,
     kept,
     one_operand,
     replicated_rule,
@@ -179,13 +179,10 @@ def expand_dims_rule(shapes: Sequence[Shape], axis: Axes = 0) -> Inferred:
     shape = one_operand("expand_dims", shapes)
     given = [axis] if isinstance(axis, int) else list(axis or ())
     added = dimensions(len(shape) + len(given), given)
-    sizes = iter(shape)
-    result = tuple(1 if d in added else next(sizes) for d in range(len(shape) + len(added)))
-    builder = RuleBuilder([shape], [result])
-    source = iter(range(len(shape)))
-    for dim in range(len(result)):
-        builder.factor([None if dim in added else next(source)], [dim], size=result[dim])
-    return builder.build()
+    made = range(len(shape) + len(added))
+    return from_dims(
+        [[dim for dim in made if dim not in added]], [made], [shape], sizes=dict.fromkeys(added, 1)
+    )
 
 
 _REARRANGING = OperatorClass.REARRANGING
@@ -223,13 +220,8 @@ def squeeze_rule(shapes: Sequence[Shape], axis: Axes = None) -> Inferred:
     gone = ones if axis is None else axes_of(len(shape), axis)
     if not set(gone) <= set(ones):
         raise SpecError(f"dimensions {gone} of {shape} to squeeze; each must have size 1")
-    builder = RuleBuilder([shape], [tuple(s for dim, s in enumerate(shape) if dim not in gone)])
-    place = 0
-    for dim in range(len(shape)):
-        # A dimension that goes has a factor of the operand alone, which `build` makes whole.
-        builder.factor([dim], [None if dim in gone else place])
-        place += dim not in gone
-    return builder.build()
+    dims = range(len(shape))
+    return from_dims([dims], [[dim for dim in dims if dim not in gone]], [shape], order=dims)
 
 
 register_movement(
@@ -456,18 +448,10 @@ def concat_rule(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
         or len({shape[:place] + shape[place + 1 :] for shape in shapes}) > 1
     ):
         raise SpecError(f"concat of {', '.join(map(str, shapes))}; they may differ in axis {axis}")
+    # The factor has the result's size, since the operands' pieces end elsewhere than its parts.
     total = sum(shape[place] for shape in shapes)
-    builder = RuleBuilder(shapes, [(*shapes[0][:place], total, *shapes[0][place + 1 :])])
-    for dim in range(rank):
-        whole = dim == place
-        builder.factor(
-            [dim] * len(shapes),
-            [dim],
-            # Of the result's size: the operands' pieces end elsewhere than its parts.
-            size=total if dim == place else None,
-            kind="need_replication" if whole else "pass_through",
-        )
-    return builder.build()
+    dims = range(rank)
+    return from_dims([dims] * len(shapes), [dims], shapes, sizes={place: total}, whole=[place])
 
 
 def _check_some(name: str, shapes: Sequence[Shape]) -> None:

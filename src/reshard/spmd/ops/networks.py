@@ -25,7 +25,7 @@ from reshard.spmd.ops.data_types import in_wide_types
 from reshard.spmd.ops.elementwise import add, divide, exp, log, multiply, operands, subtract, where
 from reshard.spmd.ops.indexing import take_along_axis
 from reshard.spmd.ops.movement import expand_dims, squeeze
-from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, axes_of, axis_of, counted
+from reshard.spmd.rules.rule_builder import Inferred, Shape, axes_of, axis_of, counted, from_pattern
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
 from reshard.spmd.shards.partial_sums import settles
@@ -157,22 +157,8 @@ def norm_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
     """
     if not 1 <= len(shapes) <= 3:
         counted("a norm", shapes, 1)
-    shape = shapes[0]
-    lead = len(shape) - dims
-    if lead < 0 or any(other != shape[lead:] for other in shapes[1:]):
-        raise SpecError(
-            f"a norm of {', '.join(map(str, shapes))} over {dims} dimensions; weight and bias "
-            "must have their sizes"
-        )
-    builder = RuleBuilder(shapes, [shape])
-    # Weight and bias have only the normalized dimensions.
-    others = len(shapes) - 1
-    for dim in range(len(shape)):
-        if dim < lead:
-            builder.factor([dim], [dim])
-        else:
-            builder.factor([dim, *[dim - lead] * others], [dim], kind="need_replication")
-    return builder.build()
+    pattern = "*a *n" + ", *n" * (len(shapes) - 1) + " -> *a *n"
+    return from_pattern(pattern, shapes, lengths={"n": dims}, whole="n")
 
 
 def _norm_kernel(work: LocalWork) -> Function:
@@ -359,23 +345,11 @@ def norm_gradient_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
     """
     if len(shapes) != 3:
         counted("the gradient of a norm", shapes, 2)
-    shape, *others = shapes[1:]
-    lead = len(shape) - dims
-    if shapes[0] != shape or lead < 0 or any(other != shape[lead:] for other in others):
-        raise SpecError(
-            f"the gradient of a norm of {', '.join(map(str, shapes))} over {dims} dimensions; a "
-            "cotangent of the operand's shape and a weight of those dimensions were expected"
-        )
-    builder = RuleBuilder(shapes, [shape, *others])
-    for dim in range(len(shape)):
-        if dim >= lead:
-            own = [dim - lead] * len(others)
-            builder.factor([dim, dim, *own], [dim, *own], kind="need_replication")
-        elif others:
-            builder.factor([dim, dim], [dim], kind="reduction")
-        else:
-            builder.factor([dim, dim], [dim])
-    return builder.build()
+    weight = ", *n" * (len(shapes) - 2)
+    pattern = f"*a *n, *a *n{weight} -> *a *n{weight}"
+    return from_pattern(
+        pattern, shapes, lengths={"n": dims}, reduced="a" if weight else "", whole="n"
+    )
 
 
 def _norm_gradient_kernel(work: LocalWork) -> Function:

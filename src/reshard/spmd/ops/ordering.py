@@ -51,7 +51,7 @@ from reshard.spmd.ops.elementwise import operands, whole
 from reshard.spmd.ops.indexing import add_along, take
 from reshard.spmd.ops.movement import broadcast_to, concat, reshape, take_ranges
 from reshard.spmd.ops.reductions import any as any_of
-from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, axis_of
+from reshard.spmd.rules.rule_builder import Inferred, Shape, axis_of, from_dims, one_operand
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
 from reshard.spmd.shards.partial_sums import settles
@@ -307,17 +307,10 @@ def ordered(
         raise SpecError(f"a sort of {', '.join(map(str, shapes))}; one shape was expected")
     shape = shapes[0]
     place = axis_of(len(shape), axis)
-    builder = RuleBuilder(shapes, shapes)
+    # A 1-D array lacks another dimension that could be sharded instead.
     alone = all(size == 1 for dim, size in enumerate(shape) if dim != place)
-    for dim in range(len(shape)):
-        builder.factor(
-            [dim] * len(shapes),
-            [dim] * len(shapes),
-            kind="need_replication" if dim == place else "pass_through",
-            # A 1-D array lacks another dimension that could be sharded instead.
-            blocked=alone and dim == place,
-        )
-    return builder.build()
+    every = [range(len(shape))] * len(shapes)
+    return from_dims(every, every, shapes, whole=[place], blocked=[place] if alone else ())
 
 
 def _sort_kernel(work: LocalWork) -> Function:
@@ -512,22 +505,12 @@ def top_k_rule(shapes: Sequence[Shape], k: int, axis: int = -1) -> Inferred:
     >>> print(top_k_rule([(4, 8)], k=3).rule)
     ([i, j]) -> ([i, j], [i, j]) {i=4, j=8} need_replication={j} blocked={j}
     """
-    if len(shapes) != 1:
-        raise SpecError(f"{len(shapes)} operands for top_k; 1 was expected")
-    shape = shapes[0]
+    shape = one_operand("top_k", shapes)
     place = axis_of(len(shape), axis)
     if not 0 <= k <= shape[place]:
         raise SpecError(f"top {k} of {shape[place]}; 0 to {shape[place]} were expected")
-    builder = RuleBuilder([shape], [(*shape[:place], k, *shape[place + 1 :])] * 2)
-    for dim in range(len(shape)):
-        here = dim == place
-        builder.factor(
-            [dim],
-            [dim, dim],
-            kind="need_replication" if here else "pass_through",
-            blocked=here,
-        )
-    return builder.build()
+    dims, result = range(len(shape)), (*shape[:place], k, *shape[place + 1 :])
+    return from_dims([dims], [dims] * 2, [shape], [result] * 2, whole=[place], blocked=[place])
 
 
 def _top_k_kernel(work: LocalWork) -> Function:

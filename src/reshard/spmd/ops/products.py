@@ -36,12 +36,11 @@ from reshard.spmd.ops.movement import (
 )
 from reshard.spmd.rules.rule_builder import (
     Inferred,
-    RuleBuilder,
     Shape,
     axis_of,
-    broadcast_factors,
-    broadcast_shape,
     counted,
+    from_dims,
+    from_pattern,
 )
 from reshard.spmd.rules.templates import einsum_template
 from reshard.spmd.shards.operation_call import call
@@ -73,33 +72,10 @@ def vecdot_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     counted("vecdot", shapes, 2)
     # Counted from the end, where operands are aligned; an axis that is counted from the start
     # refers to the operand with fewer dimensions.
-    back = axis_of(min(map(len, shapes)), axis) - min(map(len, shapes)) if axis >= 0 else axis
-    dims = [axis_of(len(shape), back) for shape in shapes]
-    _check_same("vecdot", shapes[0][dims[0]], shapes[1][dims[1]], shapes)
-    full = broadcast_shape(shapes)
-    reduced = len(full) + back
-    builder = RuleBuilder(shapes, [full[:reduced] + full[reduced + 1 :]])
-    for dim, size in enumerate(full):
-        if dim == reduced:
-            continue
-        found: list[int | None] = [None, None]
-        for tensor, shape in enumerate(shapes):
-            own = dim - len(full) + len(shape)
-            if own >= 0 and shape[own] == size:
-                found[tensor] = own
-            elif own >= 0:
-                builder.factor([None] * tensor + [own], size=1)
-        builder.factor(found, [dim - (dim > reduced)], size=size)
-    builder.factor(dims, kind="reduction")
-    return builder.build()
-
-
-def _check_same(name: str, left: int, right: int, shapes: Sequence[Shape]) -> None:
-    if left != right:
-        raise SpecError(
-            f"{name} of shapes {', '.join(map(str, shapes))}: {left} and {right} are multiplied "
-            "along one factor; they must be equal"
-        )
+    least = min(map(len, shapes))
+    behind = -1 - (axis_of(least, axis) - least if axis >= 0 else axis)
+    pattern = "... k *b, ... k *b -> ... *b"
+    return from_pattern(pattern, shapes, lengths={"b": behind}, broadcast="b", reduced="k")
 
 
 def _pull_vecdot(step: TapeStep, g: Any, number: int) -> Any:
@@ -141,39 +117,55 @@ def tensordot_rule(
     ([i, k, l], [l, k, j]) -> ([i, j]) {i=4, j=5, k=8, l=2} reduction={k, l}
     """
     counted("tensordot", shapes, 2)
-    left, right = shapes
+    summed = _find_summed(shapes, axes)
+    if len(summed[0]) != len(summed[1]) or any(len(set(side)) != len(side) for side in summed):
+        raise SpecError(f"axes {axes} of a tensordot; name the same number of each side, each once")
+    return product_of_pairs(shapes, ((), ()), summed)
+
+
+def product_of_pairs(
+    shapes: Sequence[Shape], batching: Sequence[Sequence[int]], summed: Sequence[Sequence[int]]
+) -> Inferred:
+    """Infer products of two operands summed over pairs of axes.
+
+    The result has the pairs of batch axes, then the other axes of the left, then of the right.
+    """
+    tensors = []
+    for side, shape in enumerate(shapes):
+        dims = [f"{'left' if side == 0 else 'right'} {dim}" for dim in range(len(shape))]
+        for kind, axes in (("batch", batching[side]), ("summed", summed[side])):
+            for number, axis in enumerate(axes):
+                dims[axis] = f"{kind} {number}"
+        tensors.append(dims)
+    batch = [f"batch {number}" for number in range(len(batching[0]))]
+    sums = [f"summed {number}" for number in range(len(summed[0]))]
+    free = [one for dims in tensors for one in dims if one not in (*batch, *sums)]
+    return from_dims(tensors, [[*batch, *free]], shapes, order=[*batch, *free, *sums], reduced=sums)
+
+
+def _find_summed(
+    shapes: Sequence[Shape], axes: int | Sequence[int | Sequence[int]]
+) -> list[list[int]]:
+    """Return the axes of both operands that a tensordot sums over, counted from the start."""
+    left, right = map(len, shapes)
+    given: list[Sequence[int]] = []
     if isinstance(axes, int):
-        if not 0 <= axes <= min(len(left), len(right)):
-            raise SpecError(f"tensordot over {axes} axes of {left} and {right}; they have fewer")
-        given: list[Sequence[int]] = [range(len(left) - axes, len(left)), range(axes)]
+        if not 0 <= axes <= min(left, right):
+            raise SpecError(
+                f"tensordot over {axes} axes of {shapes[0]} and {shapes[1]}; they have fewer"
+            )
+        given = [range(left - axes, left), range(axes)]
     else:
         given = [[side] if isinstance(side, int) else list(side) for side in axes]
-    pairs = [
-        [axis_of(len(shape), axis) for axis in side]
-        for shape, side in zip(shapes, given, strict=True)
+    return [
+        [axis_of(rank, axis) for axis in side]
+        for rank, side in zip((left, right), given, strict=True)
     ]
-    if len(pairs[0]) != len(pairs[1]) or any(len(set(side)) != len(side) for side in pairs):
-        raise SpecError(f"axes {axes} of a tensordot; name the same number of each side, each once")
-    for one, other in zip(*pairs, strict=True):
-        _check_same("tensordot", left[one], right[other], shapes)
-    free = [
-        [dim for dim in range(len(shape)) if dim not in side]
-        for shape, side in zip(shapes, pairs, strict=True)
-    ]
-    result = tuple(left[dim] for dim in free[0]) + tuple(right[dim] for dim in free[1])
-    builder = RuleBuilder(shapes, [result])
-    for number, dim in enumerate(free[0]):
-        builder.factor([dim], [number])
-    for number, dim in enumerate(free[1]):
-        builder.factor([None, dim], [len(free[0]) + number])
-    for one, other in zip(*pairs, strict=True):
-        builder.factor([one, other], kind="reduction")
-    return builder.build()
 
 
 def _pull_tensordot(step: TapeStep, g: Any, number: int) -> Any:
     x, y = step.operands
-    summed = _read_axes(step)
+    summed = _find_summed((x.shape, y.shape), step.attributes["axes"])
     free = [
         [dim for dim in range(one.ndim) if dim not in axes]
         for one, axes in zip((x, y), summed, strict=True)
@@ -188,16 +180,6 @@ def _pull_tensordot(step: TapeStep, g: Any, number: int) -> Any:
         found = tensordot(x, g, axes=(free[0], ahead))
         order = [summed[1][summed[0].index(dim)] for dim in sorted(summed[0])] + free[1]
     return permute_dims(found, [order.index(dim) for dim in range(len(order))])
-
-
-def _read_axes(step: TapeStep) -> tuple[list[int], list[int]]:
-    """Return the axes of both operands that a tensordot sums over."""
-    x, y = step.operands
-    axes = step.attributes["axes"]
-    if isinstance(axes, int):
-        return list(range(x.ndim - axes, x.ndim)), list(range(axes))
-    left, right = axes
-    return [one % x.ndim for one in left], [one % y.ndim for one in right]
 
 
 register_product(
@@ -275,33 +257,32 @@ def einsum_rule(shapes: Sequence[Shape], subscripts: str) -> Inferred:
     >>> print(einsum_rule([(2, 4, 8), (2, 8, 5)], "...ik,...kj").rule)
     ([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}
     """
-    text = re.sub(r"\s", "", subscripts)
-    inputs = text.partition("->")[0].split(",")
-    counted(f"einsum {subscripts!r}", shapes, len(inputs))
-    # 1. Letters for the dimensions of the longest ellipsis.
-    spare = [letter for letter in _LETTERS if letter not in text]
-    lengths = [
-        len(shape) - len(own.replace("...", "")) if "..." in own else 0
-        for own, shape in zip(inputs, shapes, strict=True)
-    ]
-    most = max(lengths)
-    ellipsis = spare[: max(most, 0)]
-    # 2. The result, which by default has the letters that occur once, in alphabetical order.
-    if "->" in text:
-        result = text.partition("->")[2]
-    else:
-        result = implied_result("".join(inputs))
-    # 3. Each ellipsis is expanded, aligned at the end as in broadcasting.
-    inputs = [
-        own.replace("...", "".join(ellipsis[most - length :]) if length > 0 else "")
-        for own, length in zip(inputs, lengths, strict=True)
-    ]
-    result = result.replace("...", "".join(ellipsis))
+    inputs, result = _spell_out(subscripts, shapes)
     rule = einsum_template(f"{','.join(inputs)}->{result}").rule(*shapes)
     return Inferred(rule, rule.result_shapes)
 
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def _spell_out(subscripts: str, shapes: Sequence[Shape]) -> tuple[list[str], str]:
+    """Return the letters of each operand and of the result of an einsum, without ellipses."""
+    text = re.sub(r"\s", "", subscripts)
+    inputs = text.partition("->")[0].split(",")
+    counted(f"einsum {subscripts!r}", shapes, len(inputs))
+    spare = [letter for letter in _LETTERS if letter not in text]
+    lengths = [
+        len(shape) - len(own.replace("...", "")) if "..." in own else 0
+        for own, shape in zip(inputs, shapes, strict=True)
+    ]
+    # Ellipses are aligned at the end, as in broadcasting.
+    ellipsis = "".join(spare[: max(0, *lengths)])
+    result = text.partition("->")[2] if "->" in text else implied_result("".join(inputs))
+    spelt = [
+        own.replace("...", ellipsis[len(ellipsis) - max(length, 0) :])
+        for own, length in zip(inputs, lengths, strict=True)
+    ]
+    return spelt, result.replace("...", ellipsis)
 
 
 def implied_result(letters: str) -> str:
@@ -425,29 +406,6 @@ def _pull_einsum(step: TapeStep, g: Any, number: int) -> Any:
     return broadcast_to(reshape(found, kept), shape)
 
 
-def _spell_out(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str]:
-    """Return the letters of each operand and of the result, with ellipses expanded."""
-    text = re.sub(r"\s", "", subscripts)
-    inputs = text.partition("->")[0].split(",")
-    spare = [letter for letter in _LETTERS if letter not in text]
-    lengths = [
-        len(shape) - len(own.replace("...", "")) if "..." in own else 0
-        for own, shape in zip(inputs, shapes, strict=True)
-    ]
-    ellipsis = "".join(spare[: max(lengths, default=0)])
-    if "->" in text:
-        result = text.partition("->")[2]
-    else:
-        every = "".join(inputs).replace(".", "")
-        once = sorted(letter for letter in set(every) if every.count(letter) == 1)
-        result = ("..." if "..." in text else "") + "".join(once)
-    spelt = [
-        own.replace("...", ellipsis[len(ellipsis) - length :])
-        for own, length in zip(inputs, lengths, strict=True)
-    ]
-    return spelt, result.replace("...", ellipsis)
-
-
 register_product(
     "einsum",
     einsum_rule,
@@ -472,20 +430,9 @@ def matmul_rule(shapes: Sequence[Shape]) -> Inferred:
     left, right = shapes
     if not left or not right:
         raise SpecError(f"matmul of {left} and {right}; a scalar is multiplied by multiply")
-    # The right operand's second to last dimension, or a vector's only dimension.
-    inner = max(len(right) - 2, 0)
-    _check_same("matmul", left[-1], right[inner], shapes)
-    batch = broadcast_shape([left[:-2], right[:-2]])
-    rows = left[-2:-1]
-    columns = right[-1:] if len(right) > 1 else ()
-    builder = RuleBuilder(shapes, [batch + rows + columns])
-    broadcast_factors(builder, batch, operands=range(2), skip=2)
-    if rows:
-        builder.factor([len(left) - 2], [len(batch)])
-    if columns:
-        builder.factor([None, len(right) - 1], [len(batch) + len(rows)])
-    builder.factor([len(left) - 1, inner], kind="reduction")
-    return builder.build()
+    rows, columns = "i" * (len(left) > 1), "j" * (len(right) > 1)
+    pattern = f"... {rows} k, ... k {columns} -> ... {rows} {columns}"
+    return from_pattern(pattern, shapes, reduced="k")
 
 
 def _pull_matmul(step: TapeStep, g: Any, number: int) -> Any:

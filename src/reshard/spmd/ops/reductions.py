@@ -64,10 +64,10 @@ from reshard.spmd.ops.movement import (
 from reshard.spmd.rules.rule_builder import (
     Axes,
     Inferred,
-    RuleBuilder,
     Shape,
     axes_of,
     axis_of,
+    from_dims,
     kept,
     one_operand,
 )
@@ -387,26 +387,11 @@ def whole_axes(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = Fals
     ([i, j]) -> ([i]) {i=4, j=8} need_replication={j}
     """
     shape = one_operand("a reduction", shapes)
-    reduced = axes_of(len(shape), axis)
-    result = tuple(
-        1 if dim in reduced else size
-        for dim, size in enumerate(shape)
-        if keepdims or dim not in reduced
-    )
-    builder = RuleBuilder([shape], [result])
-    place = 0
-    for dim in range(len(shape)):
-        # A reduced axis is a factor of the operand; with keepdims the result has a factor of size
-        # 1.
-        if dim in reduced:
-            builder.factor([dim], kind="need_replication")
-            if keepdims:
-                builder.factor((), [place], size=1)
-                place += 1
-        else:
-            builder.factor([dim], [place])
-            place += 1
-    return builder.build()
+    dims = range(len(shape))
+    ones = {dim: f"one {dim}" for dim in axes_of(len(shape), axis)}
+    left = [ones.get(dim, dim) for dim in dims if keepdims or dim not in ones]
+    order = [factor for dim in dims for factor in (dim, ones.get(dim, dim))]
+    return from_dims([dims], [left], [shape], order=order, sizes=dict.fromkeys(ones.values(), 1))
 
 
 _PLACE = "an index says nothing without its value"
@@ -476,12 +461,10 @@ def cumulative_rule(
     if parts is not None:
         if include_initial or builtins.sum(parts) != shape[place]:
             raise SpecError(f"parts {tuple(parts)} of {shape[place]}; their sum must be that size")
-        builder = RuleBuilder([shape], [shape])
-        for dim in range(len(shape)):
-            # `_begins_at_parts` checks whether the ranks' parts are these: only then may the axis
-            # be cut.
-            builder.factor([dim], [dim], adjusted=dim == place)
-        return builder.build()
+        dims = range(len(shape))
+        # `_begins_at_parts` checks whether the ranks' parts are these: only then may the axis be
+        # cut.
+        return from_dims([dims], [dims], [shape], adjusted=[place])
     result = (*shape[:place], shape[place] + bool(include_initial), *shape[place + 1 :])
     return kept(shape, result, moved=[] if result[place] == 1 else [place])
 

@@ -33,6 +33,7 @@ from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops.attention import (
     Attention,
     SeenKeys,
+    count_groups,
     grouped,
     may_turn,
     of_pair,
@@ -42,7 +43,7 @@ from reshard.spmd.ops.elementwise import where, whole
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
 from reshard.spmd.ops.networks import pull_again
 from reshard.spmd.ops.reductions import sum as sum_over
-from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, counted
+from reshard.spmd.rules.rule_builder import Inferred, Shape, counted, from_pattern
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.operation_call import call, placed
 
@@ -63,16 +64,8 @@ def attention_turn_rule(
 ) -> Inferred:
     """Infer weighted values and logarithms of sums of a turn, from queries, keys and values."""
     counted("attention_turn", shapes, 3)
-    queries, keys, values = shapes
-    lead = len(queries) - 3
-    builder = RuleBuilder(shapes, [(*queries[:-1], values[-1]), queries[:-1]])
-    for dim in range(lead):
-        builder.factor([dim] * 3, [dim] * 2)
-    builder.factor([lead] * 3, [lead] * 2, size=keys[lead])
-    builder.factor([lead], [lead] * 2, size=queries[lead] // max(keys[lead], 1))
-    builder.factor([lead + 1], [lead + 1] * 2, kind="need_replication")
-    builder.factor([None, None, lead + 2], [lead + 2])
-    return builder.build()
+    pattern = "*b gr s _, *b g _ _, *b g _ e -> *b gr s e, *b gr s"
+    return from_pattern(pattern, shapes, sizes=count_groups(shapes), whole="s")
 
 
 _EVEN: list[Shape] = [(2, 8, 6, 16), (2, 4, 6, 16), (2, 4, 6, 32)]
@@ -334,19 +327,14 @@ def attention_turn_gradient_rule(
 ) -> Inferred:
     """Infer the cotangents of a turn's queries, keys and values."""
     counted("attention_turn_gradient", shapes, 6)
-    queries, keys, values = shapes[:3]
-    lead = len(queries) - 3
-    builder = RuleBuilder(shapes, [queries, keys, values])
-    for dim in range(lead):
-        builder.factor([dim] * 6, [dim] * 3)
-    builder.factor([lead] * 6, [lead] * 3, size=keys[lead], kind="need_replication")
-    each = queries[lead] // max(keys[lead], 1)
-    builder.factor([lead, None, None, lead, lead, lead], [lead], size=each, kind="need_replication")
-    for dim in (lead + 1, lead + 2):
-        builder.factor([dim], [dim], kind="need_replication")
-        builder.factor([None, dim], [None, dim], kind="need_replication")
-        builder.factor([None, None, dim], [None, None, dim], kind="need_replication")
-    return builder.build()
+    return from_pattern(
+        "*b gr s d, *b g t c, *b g u e, *b gr _, *b gr _, *b gr _ _ "
+        "-> *b gr s d, *b g t c, *b g u e",
+        shapes,
+        order="bgrstudce",
+        sizes=count_groups(shapes),
+        whole="grstudce",
+    )
 
 
 def _work_back(rule: OpShardingRule, sizes: Sequence[int], attributes: Attributes) -> float:

@@ -43,7 +43,14 @@ from reshard.spmd.ops.halos import (
     whole_edges,
 )
 from reshard.spmd.ops.movement import pad, take_ranges
-from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, counted, one_operand
+from reshard.spmd.rules.rule_builder import (
+    Inferred,
+    Shape,
+    counted,
+    from_dims,
+    from_pattern,
+    one_operand,
+)
 from reshard.spmd.shards.operation_call import call
 
 Sizes = int | Sequence[int]
@@ -74,16 +81,6 @@ def slice_windows(
                 for count, place, step, gap in zip(counts, places, steps, gaps, strict=True)
             ),
         )
-
-
-def count_windows(
-    space: Sequence[int], window: Sequence[int], steps: Sequence[int], gaps: Sequence[int]
-) -> list[int]:
-    """Return the number of windows that fit into padded dimensions."""
-    return [
-        max((size - gap * (wide - 1) - 1) // step + 1, 0)
-        for size, wide, step, gap in zip(space, window, steps, gaps, strict=True)
-    ]
 
 
 def _on_edges(
@@ -161,25 +158,14 @@ def window_sizes(
     count = len(sizes)
     steps = (strides,) * count if isinstance(strides, int) else tuple(strides)
     gaps = (dilation,) * count if isinstance(dilation, int) else tuple(dilation)
-    ends = (
-        ((padding, padding),) * count
-        if isinstance(padding, int)
-        else tuple((before, after) for before, after in padding)
-    )
+    pairs = [(padding, padding)] * count if isinstance(padding, int) else padding
+    ends = [(before, after) for before, after in pairs]
     if not len(window) == len(steps) == len(gaps) == len(ends) == count:
         raise SpecError(
             f"window {tuple(window)}, strides {steps}, padding {ends}, dilation {gaps} over "
             f"{tuple(sizes)}; give one of each per dimension"
         )
-    found = []
-    for size, wide, step, gap, (before, after) in zip(
-        sizes, window, steps, gaps, ends, strict=True
-    ):
-        # The distance from a window's first element to its last element.
-        reach = gap * (wide - 1) + 1
-        padded = size + before + after
-        found.append((padded - reach) // step + 1 if padded >= reach else 0)
-    return tuple(found)
+    return tuple(one.count for one in find_reaches(sizes, window, steps, ends, gaps))
 
 
 def _convolution_rule(
@@ -215,29 +201,31 @@ def _convolution_rule(
             f"convolution of {', '.join(map(str, shapes))} in {groups} groups of channels and "
             f"{batch_groups} of the batch; channels and outputs must divide into them"
         )
-    # The order of factors decides ties of propagation: groups of the batch, batch, space, channels,
-    # outputs. A group is the major factor of each dimension that it is in.
     places = window_sizes(image[2:], kernel[2:], strides, padding, dilation)
-    builder = RuleBuilder(shapes, [(image[0] // batch_groups, outputs, *places)])
-    if batch_groups > 1:
-        builder.factor([0, 0], [1], size=batch_groups)
-    is_shared = image[0] != batch_groups or batch_groups == 1
-    builder.factor([0] if is_shared else [], [0], size=image[0] // batch_groups)
-    for dim in range(space):
-        # The factor has the result's size; strides and padding make the operand's size differ.
-        builder.factor([2 + dim], [2 + dim], size=places[dim], kind="permutation")
-    if groups > 1:
-        builder.factor([1, 0], [1], size=groups)
-        # A depthwise kernel has one channel per group: its dimension of size 1 has no factor to
-        # share.
-        inner = [None if kernel[1] == 1 else 1, 1]
-        builder.factor(inner, size=kernel[1], kind="reduction")
-    else:
-        builder.factor([1, 1], size=channels, kind="reduction")
-    own = outputs // (groups * batch_groups)
-    if own != 1 or groups * batch_groups == 1:
-        builder.factor([None, 0], [1], size=own)
-    return builder.build()
+    sizes = {
+        "b": batch_groups,
+        "n": image[0] // batch_groups,
+        "g": groups,
+        "c": kernel[1],
+        "o": outputs // (groups * batch_groups),
+        # Of the results' sizes; strides and padding make the operand's sizes differ.
+        **{f"s{dim}": size for dim, size in enumerate(places)},
+    }
+    # A group is the major factor of each dimension that it is in. A depthwise kernel has one
+    # channel per group: its dimension of size 1 has no factor to share.
+    batch = _name_factors("b", "n", sizes)
+    inputs = "g" if groups > 1 and sizes["c"] == 1 else _name_factors("g", "c", sizes)
+    made = "b" * (batch_groups > 1) + "g" * (groups > 1) + "o" * (sizes["o"] != 1)
+    pattern = f"{batch} {inputs} *s, {made or 'o'} c *_ -> n {made or 'o'} *s"
+    # The order of factors decides ties of propagation.
+    return from_pattern(pattern, shapes, order="bnsgco", sizes=sizes, reduced="c", moved="s")
+
+
+def _name_factors(groups: str, each: str, sizes: Mapping[str, int]) -> str:
+    """Return the factors of a dimension of groups; a factor of size 1 is left to the other."""
+    if sizes[groups] == 1:
+        return each
+    return groups if sizes[each] == 1 else groups + each
 
 
 def _reaches_of_convolution(
@@ -266,7 +254,7 @@ def _convolution_kernel(work: LocalWork) -> list[Function]:
     def make(edges_of: Callable[[Any], Edges]) -> Function:
         def function(x: Any, kernel: Any) -> Any:
             x = edges_of(x).apply(library, x)
-            counts = count_windows(x.shape[2:], window, strides, dilation)
+            counts = window_sizes(x.shape[2:], window, strides, 0, dilation)
             outputs, each = kernel.shape[:2]
             # Groups are counted by both operands, because a rank may have only some of them.
             groups = x.shape[1] // each if each else 1
@@ -338,19 +326,12 @@ def _input_gradient_rule(
     reduction={k} need_replication={m} permutation={j}
     """
     counted("convolution_input_gradient", shapes, 2)
-    g, kernel = shapes
-    each, own = kernel[1], kernel[0] // groups
-    builder = RuleBuilder(shapes, [(g[0], groups * each, *sizes)])
-    builder.factor([0], [0], size=g[0])
-    for dim, size in enumerate(sizes, 2):
-        builder.factor([dim], [dim], size=size, kind="permutation")
-    if groups > 1:
-        builder.factor([1, 0], [1], size=groups)
-    if own != 1 or groups == 1:
-        builder.factor([1, 0], size=own, kind="reduction")
-    if each != 1 or groups == 1:
-        builder.factor([None, 1], [1], size=each)
-    return builder.build()
+    outputs, each = shapes[1][:2]
+    known = {"g": groups, "o": outputs // groups, "c": each}
+    made, inputs = _name_factors("g", "o", known), _name_factors("g", "c", known)
+    pattern = f"n {made} *s, {made} {'c' if 'c' in inputs else '_'} *_ -> n {inputs} *s"
+    known |= {f"s{dim}": size for dim, size in enumerate(sizes)}
+    return from_pattern(pattern, shapes, order="nsgoc", sizes=known, reduced="o", moved="s")
 
 
 def _place_input_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
@@ -509,20 +490,23 @@ def _kernel_gradient_rule(
     """
     counted("convolution_kernel_gradient", shapes, 2)
     x, g = shapes
-    each, own = x[1] // groups, g[1] // groups
-    builder = RuleBuilder(shapes, [(g[1], each, *window)])
-    builder.factor([0, 0], size=x[0], kind="reduction")
-    if groups > 1:
-        builder.factor([1, 1], [0], size=groups)
-    if own != 1 or groups == 1:
-        builder.factor([None, 1], [0], size=own)
-    if each != 1 or groups == 1:
-        builder.factor([1], [1], size=each)
-    for dim, size in enumerate(window, 2):
-        # Space may stay sharded, because ranks get the edges of other parts: see `halos`.
-        builder.factor([dim, dim], size=g[dim], kind="permutation")
-        builder.factor([], [dim], size=size, kind="need_replication")
-    return builder.build()
+    known = {"g": groups, "o": g[1] // groups, "c": x[1] // groups}
+    made, inputs = _name_factors("g", "o", known), _name_factors("g", "c", known)
+    pattern = f"n {inputs} *s, n {made} *s -> {made} {'c' if 'c' in inputs else '_'} *w"
+    # Space may stay sharded, because ranks get the edges of other parts: see `halos`.
+    known |= {f"s{dim}": size for dim, size in enumerate(g[2:])}
+    known |= {f"w{dim}": size for dim, size in enumerate(window)}
+    return from_pattern(
+        pattern,
+        shapes,
+        [(g[1], x[1] // groups, *window)],
+        order="ngocsw",
+        lengths={"w": len(window)},
+        sizes=known,
+        reduced="n",
+        whole="w",
+        moved="s",
+    )
 
 
 def _place_kernel_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
@@ -648,17 +632,23 @@ def _pooling_rule(
         raise SpecError(f"window {tuple(window)} over {shape}; it has more dimensions")
     steps = tuple(window) if strides is None else strides
     places = window_sizes(shape[lead:], window, steps, padding, dilation)
-    builder = RuleBuilder([shape], [shape[:lead] + places])
-    for dim in range(len(shape)):
-        # Leading dimensions, and windows of one element, need no neighbours.
-        still = dim < lead or _is_still(dim - lead, window, steps, padding)
-        builder.factor(
-            [dim],
-            [dim],
-            size=shape[dim] if dim < lead else places[dim - lead],
-            kind="pass_through" if still else "permutation",
-        )
-    return builder.build()
+    return _infer_windows([shape], places, window, steps, padding)
+
+
+def _infer_windows(
+    shapes: Sequence[Shape],
+    sizes: Sequence[int],
+    window: Sequence[int],
+    strides: int | Sequence[int],
+    padding: int | Pads,
+) -> Inferred:
+    """Infer a result whose last dimensions have these sizes: of windows, or of elements."""
+    dims, lead = range(len(shapes[0])), len(shapes[0]) - len(window)
+    # Windows of one element need no neighbours.
+    moved = [lead + n for n in range(len(window)) if not _is_still(n, window, strides, padding)]
+    return from_dims(
+        [dims] * len(shapes), [dims], shapes, sizes=dict(enumerate(sizes, lead)), moved=moved
+    )
 
 
 def _is_still(
@@ -695,7 +685,7 @@ def _pool_kernel(
             lead = len(x.shape) - len(window)
             x = edges_of(x).apply(library, x, padding_of(x))
             gaps = (1,) * len(window)
-            counts = count_windows(x.shape[lead:], window, strides, gaps)
+            counts = window_sizes(x.shape[lead:], window, strides)
             found: Any = None
             for _, slices in slice_windows(counts, window, strides, gaps):
                 part = x[(..., *slices)]
@@ -781,7 +771,7 @@ def _max_gradient_rule(
     """Infer the pooled array's cotangent from the maxima's cotangent, the maxima and the array."""
     counted("max_pool_gradient", shapes, 3)
     sizes = shapes[2][len(shapes[2]) - len(window) :]
-    return _pool_gradient_rule(shapes, sizes, window, strides, padding)
+    return _infer_windows(shapes, sizes, window, strides, padding)
 
 
 def _avg_gradient_rule(
@@ -793,28 +783,7 @@ def _avg_gradient_rule(
 ) -> Inferred:
     """Infer the cotangent of the pooled array `[..., *sizes]` from the cotangent of the means."""
     shape = one_operand("avg_pool_gradient", shapes)
-    return _pool_gradient_rule([shape], sizes, window, strides, padding)
-
-
-def _pool_gradient_rule(
-    shapes: Sequence[Shape],
-    sizes: Sequence[int],
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: Pads,
-) -> Inferred:
-    shape = shapes[0]
-    lead = len(shape) - len(window)
-    builder = RuleBuilder(shapes, [shape[:lead] + tuple(sizes)])
-    for dim in range(len(shape)):
-        still = dim < lead or _is_still(dim - lead, window, strides, padding)
-        builder.factor(
-            [dim] * len(shapes),
-            [dim],
-            size=shape[dim] if dim < lead else sizes[dim - lead],
-            kind="pass_through" if still else "permutation",
-        )
-    return builder.build()
+    return _infer_windows([shape], sizes, window, strides, padding)
 
 
 def _place_max_back(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:

@@ -1,33 +1,47 @@
-"""Rule builder: constructs a rule factor by factor.
+"""Sharding rules from patterns, which name factors as einsum does.
 
-A factor is added by naming its dimension in each operand and each result, or None if it has none.
-A dimension with several factors has the product of their sizes, major to minor. A dimension
-without factors gets a new factor when the rule is built:
+A pattern names the factors of each dimension of the operands and, after `->`, of the results. The
+product of matrices, and attention of `g` groups of `r` heads::
 
-1. A dimension of an operand without a factor: the operator needs it whole.
-2. A dimension of a result without a factor: each device computes its part of it.
-3. A factor of operands alone that is not reduced: the operator needs it whole.
+    ... i k, ... k j -> ... i j
+    *b gr s d, *b g t d, *b g t e -> *b gr s e
 
-Factors are numbered in the order in which they are added, which decides ties of propagation;
-the factors of steps 1 and 2 come last. (Shardy's rules omit step 3, and leave it to its partitioner
-to undo a sharding of such a factor.)
+A word stands for a dimension, or for several:
+
+    i       a dimension of one factor
+    gr      a dimension of several factors, major to minor
+    _       a dimension without a factor
+    *b      any number of dimensions, `*_` without factors
+    ...     leading dimensions, which broadcast
+
+`from_pattern` reads the sizes of factors from the operands' shapes. `from_dims` does the same with
+the factors of each dimension in lists, for operators that treat each dimension differently. Then
+
+1. a dimension of an operand without a factor gets a factor that each device needs whole;
+2. a dimension of a result without a factor gets a factor: each device computes its part of it;
+3. a factor of operands alone that is not reduced is needed whole. (Shardy's rules omit this step,
+   and leave it to its partitioner to undo a sharding of such a factor.)
+
+Factors are numbered as the results name them, then as the operands do, which decides ties of
+propagation; the factors of steps 1 and 2 come last.
 
 Axes and shapes are read here as operators read them: counted from the start, and broadcast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from reshard.errors import SpecError
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import dimensions
 
 Shape = tuple[int, ...]
-
-
-Kind = Literal["pass_through", "reduction", "need_replication", "permutation"]
+Dim = Any
+"""The factor of a dimension, any value but None; its factors in a tuple; None without a factor."""
 
 
 class Inferred(NamedTuple):
@@ -47,101 +61,224 @@ class Inferred(NamedTuple):
     """Factors whose shardings take precedence over those of larger operands: indices of lookups."""
 
 
-class RuleBuilder:
-    """A builder that collects the factors of an operator with tensors of these shapes.
+def from_dims(
+    operands: Iterable[Iterable[Dim]],
+    results: Iterable[Iterable[Dim]],
+    shapes: Sequence[Shape],
+    result_shapes: Sequence[Shape] | None = None,
+    *,
+    order: Iterable[Any] = (),
+    sizes: Mapping[Any, int] | None = None,
+    broadcast: Collection[Any] = (),
+    reduced: Collection[Any] = (),
+    whole: Collection[Any] = (),
+    moved: Collection[Any] = (),
+    blocked: Collection[Any] = (),
+    adjusted: Collection[Any] = (),
+    leading: Collection[Any] = (),
+    reduction: str = "sum",
+    pattern: str = "",
+) -> Inferred:
+    """Return the rule of an operator from the factors of each dimension of its tensors.
 
-    >>> builder = RuleBuilder([(4, 8), (8, 16)], [(4, 16)])
-    >>> builder.factor([0, None], [0])
-    >>> builder.factor([None, 1], [1])
-    >>> builder.factor([1, 0], [None], kind="reduction")
-    >>> print(builder.build().rule)
+    Args:
+        operands, results: the factors of the dimensions, by tensor.
+        shapes: of the operands.
+        result_shapes: of the results; the products of the sizes of their factors when not given.
+        order: factors that are numbered first.
+        sizes: of factors; of their first dimensions when not given.
+        broadcast: factors that a dimension of size 1 does not have if others are larger.
+        reduced: factors over which contributions are combined.
+        whole: factors that each device needs whole.
+        moved: factors whose elements move between devices.
+        blocked: factors along which nothing propagates.
+        adjusted, leading: see `Inferred`.
+        reduction: how contributions combine.
+        pattern: the text of these factors, for errors.
+
+    Raises SpecError for a factor of several sizes.
+
+    >>> print(from_dims([[0, "k"], ["k", 1]], [[0, 1]], [(4, 8), (8, 16)], reduced=["k"]).rule)
     ([i, k], [k, j]) -> ([i, j]) {i=4, j=16, k=8} reduction={k}
     """
+    tensors = [[_list_factors(dim) for dim in dims] for dims in (*operands, *results)]
+    made = tensors[len(shapes) :]
+    every = (*shapes, *(result_shapes or ()))
+    # The dimensions of a factor alone, with their sizes.
+    places: dict[Any, list[tuple[int, int, int]]] = {}
+    for tensor, (dims, shape) in enumerate(zip(tensors, every, strict=False)):
+        for place, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+            if len(dim) == 1:
+                places.setdefault(dim[0], []).append((tensor, place, size))
+    used = dict.fromkeys(factor for dims in (*made, *tensors) for dim in dims for factor in dim)
+    found: dict[Any, int] = {}
+    for factor in dict.fromkeys((*(one for one in order if one in used), *used)):
+        own = [size for tensor, _, size in places.get(factor, ()) if tensor < len(shapes)]
+        if sizes is not None and factor in sizes:
+            found[factor] = sizes[factor]
+        elif factor in broadcast:
+            size = next((size for size in own if size != 1), 1)
+            for tensor, place, one in places[factor]:
+                if one == 1 != size and tensor < len(shapes):
+                    # A dimension that is expanded has a factor by itself, before the other.
+                    tensors[tensor][place] = [(tensor, place)]
+                    found[tensor, place] = 1
+                elif one != size:
+                    raise SpecError(
+                        f"shapes {', '.join(map(str, shapes))} do not broadcast; sizes counted "
+                        "from the end must be equal, or 1"
+                    )
+            found[factor] = size
+        elif len({*own}) > 1:
+            where = f" in `{pattern}`" if pattern else ""
+            raise SpecError(
+                f"shapes {', '.join(map(str, shapes))}: {factor} is "
+                f"{' and '.join(map(str, dict.fromkeys(own)))}{where}; dimensions of one factor "
+                "must have equal sizes"
+            )
+        else:
+            found[factor] = own[0] if own else next((n for *_, n in places.get(factor, ())), 1)
+    for tensor, (dims, shape) in enumerate(zip(tensors, every, strict=False)):
+        for place, dim in enumerate(dims):
+            if not dim:
+                dims[place] = [(tensor, place)]
+                found[tensor, place] = shape[place]
+    of_results = {factor for dims in made for dim in dims for factor in dim}
+    numbers = {factor: number for number, factor in enumerate(found)}
 
-    def __init__(self, operands: Iterable[Shape], results: Iterable[Shape]) -> None:
-        self.operands = tuple(operands)
-        self.results = tuple(results)
-        self._operand_dims: list[list[list[int]]] = [[[] for _ in s] for s in self.operands]
-        self._result_dims: list[list[list[int]]] = [[[] for _ in s] for s in self.results]
-        self._sizes: list[int] = []
-        self._kinds: list[Kind] = []
-        self._blocked: list[int] = []
-        self._adjusted: list[int] = []
-        self._leading: list[int] = []
+    def numbered(factors: Iterable[Any]) -> list[int]:
+        return [numbers[factor] for factor in factors if factor in numbers]
 
-    def factor(
-        self,
-        operands: Sequence[int | None] = (),
-        results: Sequence[int | None] = (),
-        *,
-        size: int | None = None,
-        kind: Kind = "pass_through",
-        blocked: bool = False,
-        adjusted: bool = False,
-        leading: bool = False,
-    ) -> None:
-        """Add a factor.
+    mappings = [[numbered(dim) for dim in dims] for dims in tensors]
+    kept_whole = [
+        factor
+        for factor in found
+        if factor in whole
+        or (factor not in of_results and factor not in reduced and factor not in moved)
+    ]
+    rule = OpShardingRule(
+        mappings[: len(shapes)],
+        mappings[len(shapes) :],
+        found.values(),
+        reduction=numbered(reduced),
+        need_replication=numbered(kept_whole),
+        permutation=numbered(moved),
+        blocked=numbered(blocked),
+        reduction_operator=reduction,
+    )
+    return Inferred(
+        rule,
+        rule.result_shapes if result_shapes is None else tuple(result_shapes),
+        tuple(numbered(adjusted)),
+        tuple(numbered(leading)),
+    )
 
-        Args:
-            operands: its dimension in each operand, or None if it has none; may end early.
-            results: its dimension in each result.
-            size: the size of the factor; of the first named dimension when not given.
-            kind: the cost of sharding it.
-            blocked: whether nothing propagates along it.
-            adjusted: whether a part has to know its offset along it.
-            leading: whether its sharding takes precedence over those of larger operands.
-        """
-        index = len(self._sizes)
-        found: int | None = size
-        for shapes, dims, given in (
-            (self.operands, self._operand_dims, operands),
-            (self.results, self._result_dims, results),
-        ):
-            for tensor, dim in enumerate(given):
-                if dim is not None:
-                    dims[tensor][dim].append(index)
-                    found = shapes[tensor][dim] if found is None else found
-        self._sizes.append(1 if found is None else found)
-        self._kinds.append(kind)
-        if blocked:
-            self._blocked.append(index)
-        if adjusted:
-            self._adjusted.append(index)
-        if leading:
-            self._leading.append(index)
 
-    def build(self, reduction_operator: str = "sum") -> Inferred:
-        """Return the rule, and the shapes of the results."""
-        # Steps 1 and 2 of the module: dimensions without a factor get a new factor.
-        for tensor, operand in enumerate(self._operand_dims):
-            for dim, factors in enumerate(operand):
-                if not factors:
-                    self.factor([None] * tensor + [dim], kind="need_replication")
-        for tensor, result in enumerate(self._result_dims):
-            for dim, factors in enumerate(result):
-                if not factors:
-                    self.factor((), [None] * tensor + [dim])
-        # Step 3: a factor that no result has and that is not reduced is needed whole.
-        of_results = {f for result in self._result_dims for dim in result for f in dim}
-        kinds = [
-            "need_replication" if kind == "pass_through" and index not in of_results else kind
-            for index, kind in enumerate(self._kinds)
-        ]
-        of_kind = {
-            wanted: [index for index, kind in enumerate(kinds) if kind == wanted]
-            for wanted in ("reduction", "need_replication", "permutation")
-        }
-        rule = OpShardingRule(
-            self._operand_dims,
-            self._result_dims,
-            self._sizes,
-            reduction=of_kind["reduction"],
-            need_replication=of_kind["need_replication"],
-            permutation=of_kind["permutation"],
-            blocked=self._blocked,
-            reduction_operator=reduction_operator,
-        )
-        return Inferred(rule, self.results, tuple(self._adjusted), tuple(self._leading))
+def _list_factors(dim: Dim) -> list[Any]:
+    if dim is None:
+        return []
+    return list(dim) if isinstance(dim, tuple) else [dim]
+
+
+def from_pattern(
+    pattern: str,
+    shapes: Sequence[Shape],
+    result_shapes: Sequence[Shape] | None = None,
+    *,
+    lengths: Mapping[str, int] | None = None,
+    order: str = "",
+    sizes: Mapping[str, int] | None = None,
+    **kinds: Any,
+) -> Inferred:
+    """Return the rule of an operator from a pattern, see the module.
+
+    Args:
+        pattern: the factors of the dimensions.
+        shapes, result_shapes, sizes: as of `from_dims`.
+        lengths: numbers of dimensions that `*a` stands for, where they do not follow from shapes.
+        order: letters of factors that are numbered first.
+        kinds: the other arguments of `from_dims`, as letters; that of `*a` means all of them.
+
+    Raises SpecError for shapes that do not fit the pattern.
+
+    >>> print(from_pattern("... i k, ... k j -> ... i j", [(2, 4, 8), (8, 5)], reduced="k").rule)
+    ([i, j, l], [l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}
+    >>> print(from_pattern("*a k *b, *i -> *a *i *b", [(9, 8), (4,)], lengths={"a": 0}).rule)
+    ([k, j], [i]) -> ([i, j]) {i=4, j=8, k=9} need_replication={k}
+    """
+    operands, results = _read_pattern(pattern)
+    if len(operands) != len(shapes):
+        raise SpecError(f"{len(shapes)} operands for `{pattern}`; {len(operands)} were expected")
+    known = dict(lengths or {})
+    given = []
+    for words, shape in zip(operands, shapes, strict=True):
+        dims = _spell(words, known, len(shape))
+        if dims is None:
+            raise SpecError(
+                f"shapes {', '.join(map(str, shapes))}; shapes of the form `{pattern}` were "
+                "expected"
+            )
+        given.append(dims)
+    # Broadcasting gives the result the leading dimensions of the operand with the most.
+    known["..."] = max((sum(str(one)[0] == "." for one in dims) for dims in given), default=0)
+    made = [_spell(words, known) or [] for words in results]
+    factors = _flatten((*made, *given))
+    # Factors are letters, or a letter or a dot, and a number.
+    chosen: dict[str, Any] = {
+        kind: value if kind == "reduction" else [one for one in factors if one[0] in value]
+        for kind, value in {"broadcast": "", **kinds}.items()
+    }
+    chosen["broadcast"] += [one for one in factors if one[0] == "."]
+    first = [one for letter in order for one in factors if one[0] == letter]
+    return from_dims(
+        given, made, shapes, result_shapes, order=first, sizes=sizes, pattern=pattern, **chosen
+    )
+
+
+Words = tuple[tuple[str, ...], ...]
+
+
+@lru_cache(maxsize=1024)
+def _read_pattern(pattern: str) -> tuple[Words, Words]:
+    operands, results = (
+        tuple(tuple(tensor.split()) for tensor in side.split(",")) for side in pattern.split("->")
+    )
+    # Nothing before the arrow is no operand; an empty tensor has no dimensions.
+    return operands if pattern.split("->")[0].strip() else (), results
+
+
+def _spell(words: Sequence[str], known: dict[str, int], ndim: int | None = None) -> Any:
+    """Return the dimensions that words stand for, or None if they do not fit.
+
+    A group of dimensions whose length is not known has the rest of `ndim` dimensions, and it is
+    known from then on; but `...` and `*_` may have other lengths in each operand.
+    """
+    names = {word: word if word == "..." else word[1:] for word in words if word[0] in ".*"}
+    counts = {word: known.get(name) for word, name in names.items()}
+    for word, name in names.items():
+        if counts[word] is None and ndim is not None:
+            others = [counts[one] for one in counts if one != word]
+            rest = ndim - (len(words) - len(names)) - sum(one or 0 for one in others)
+            counts[word] = rest
+            if name not in ("...", "_"):
+                known[name] = rest
+    dims: list[Dim] = []
+    for word in words:
+        if word in names:
+            count, name = counts[word] or 0, names[word]
+            if count < 0:
+                return None
+            back = range(count, 0, -1) if name == "..." else range(count)
+            dims += [None if name == "_" else f"{name[0]}{place}" for place in back]
+        else:
+            dims.append(None if word == "_" else word if len(word) == 1 else tuple(word))
+    return dims if ndim is None or len(dims) == ndim else None
+
+
+def _flatten(tensors: Iterable[Iterable[Dim]]) -> list[str]:
+    """Return the factors of all dimensions, each once."""
+    dims = itertools.chain.from_iterable(tensors)
+    return list(dict.fromkeys(factor for dim in dims for factor in _list_factors(dim)))
 
 
 def replicated_rule(operands: Iterable[Shape], results: Iterable[Shape] = ()) -> OpShardingRule:
@@ -150,14 +287,12 @@ def replicated_rule(operands: Iterable[Shape], results: Iterable[Shape] = ()) ->
     >>> print(replicated_rule([(4,), (2,)], [(8,)]))
     ([i], [j]) -> ([k]) {i=4, j=2, k=8} need_replication={i, j, k}
     """
-    builder = RuleBuilder(operands, results)
-    for tensor, shape in enumerate(builder.operands):
-        for dim in range(len(shape)):
-            builder.factor([None] * tensor + [dim], kind="need_replication")
-    for tensor, shape in enumerate(builder.results):
-        for dim in range(len(shape)):
-            builder.factor((), [None] * tensor + [dim], kind="need_replication")
-    return builder.build().rule
+    shapes, made = list(operands), list(results)
+    numbers = itertools.count()
+    tensors = [[next(numbers) for _ in shape] for shape in (*shapes, *made)]
+    factors = range(next(numbers))
+    given, returned = tensors[: len(shapes)], tensors[len(shapes) :]
+    return from_dims(given, returned, shapes, made, order=factors, whole=factors).rule
 
 
 Axes = int | Sequence[int] | None
@@ -234,42 +369,9 @@ def kept(
     >>> print(kept((4, 8), whole=[1]).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} need_replication={j}
     """
-    builder = RuleBuilder([shape], [shape if result is None else result])
-    for dim in range(len(shape)):
-        builder.factor(
-            [dim],
-            [dim],
-            kind="need_replication"
-            if dim in whole
-            else "permutation"
-            if dim in moved
-            else "pass_through",
-            blocked=dim in blocked,
-        )
-    return builder.build()
-
-
-def broadcast_factors(
-    builder: RuleBuilder, result: Shape, *, operands: Sequence[int], skip: int = 0
-) -> None:
-    """Add the factors of operands that broadcast to the result's leading dimensions.
-
-    The last `skip` dimensions of each operand are ignored. An operand's dimension of size 1 that is
-    expanded gets a separate factor, before the result's factor.
-    """
-    for dim, size in enumerate(result):
-        back = len(result) - dim + skip
-        # The tensors that have the result's factor; tensors of size 1 there get a separate factor.
-        found: list[int | None] = [None] * len(builder.operands)
-        for tensor in operands:
-            shape = builder.operands[tensor]
-            if len(shape) < back:
-                continue
-            if shape[-back] == size:
-                found[tensor] = len(shape) - back
-            else:
-                builder.factor([None] * tensor + [len(shape) - back], size=1)
-        builder.factor(found, [dim] * len(builder.results), size=size)
+    dims = range(len(shape))
+    results = [shape if result is None else result]
+    return from_dims([dims], [dims], [shape], results, whole=whole, moved=moved, blocked=blocked)
 
 
 def elementwise_rule(shapes: Sequence[Shape], **_: Any) -> Inferred:
@@ -278,7 +380,5 @@ def elementwise_rule(shapes: Sequence[Shape], **_: Any) -> Inferred:
     >>> print(elementwise_rule([(4, 8), (8,)]).rule)
     ([i, j], [j]) -> ([i, j]) {i=4, j=8}
     """
-    result = broadcast_shape(shapes)
-    builder = RuleBuilder(shapes, [result])
-    broadcast_factors(builder, result, operands=range(len(shapes)))
-    return builder.build()
+    # A call without operands is an operator's own to refuse.
+    return from_pattern(", ".join(["..."] * len(shapes)) + " -> ...", shapes)
