@@ -37,7 +37,7 @@ _NAMES_OF = {
         "astype bool can_cast complex128 complex64 finfo float32 float64 iinfo int16 int32 int64 "
         "int8 isdtype result_type uint16 uint32 uint64 uint8"
     ),
-    "ops.elementwise": "clip relu sigmoid silu where",
+    "ops.elementwise": "clip where",
     "graph": "Graph Operation Value",
     "tracing.graph_recording": "abstract",
     "ops.indexing": (

@@ -54,7 +54,7 @@ def test_operands_may_be_numbers_or_none() -> None:
     ("pattern", "shapes", "lengths", "part"),
     [
         ("i, i -> i", [(4,)], {}, "1 operands for `i, i -> i`; 2 were expected"),
-        ("i, i -> i", [(4,), (3,)], {}, "shapes (4,), (3,): i is 4 and 3 in `i, i -> i`"),
+        ("i, i -> i", [(4,), (3,)], {}, "shapes (4,), (3,): 4 and 3 are sizes of i in `i, i -> i`"),
         ("i -> i", [(4, 2)], {}, "shapes of the form `i -> i` were expected"),
         ("*a i j -> *a i", [(4,)], {}, "shapes of the form `*a i j -> *a i` were expected"),
         ("*a *b -> *b", [(4,)], {"a": 2}, "shapes of the form `*a *b -> *b` were expected"),
@@ -70,5 +70,5 @@ def test_shapes_that_do_not_fit(
 
 
 def test_sizes_of_dims_in_lists_are_checked_too() -> None:
-    with pytest.raises(SpecError, match="left is 4 and 3; dimensions of one factor"):
+    with pytest.raises(SpecError, match="4 and 3 are sizes of left; they must"):
         from_dims([["left"], ["left"]], [["left"]], [(4,), (3,)])

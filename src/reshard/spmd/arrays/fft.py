@@ -16,7 +16,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.core.local_work import Function, LocalWork, find_function
-from reshard.spmd.core.operator import Infer, Operator, ship
+from reshard.spmd.core.operator import Infer, ship
 from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_number, whole_numbers
 from reshard.spmd.ops.data_types import check_device
 from reshard.spmd.ops.movement import read_axes, roll
@@ -108,19 +108,15 @@ def _fft_kernel(work: LocalWork) -> Function:
     return transformed
 
 
-def _register_transform(name: str, kind: str) -> Operator:
-    return ship(
-        Operator(
-            name,
-            "Fourier transforms",
-            fourier(kind),
-            "each",
-            local=_fft_kernel,
-            example=([(4, 8)], {}),
-            note="the transformed axes are whole on each device",
-            no_pullback="its numbers are complex, which have no gradients here",
-        )
-    )
+_register_transform = partial(
+    ship,
+    example=([(4, 8)], {}),
+    family="Fourier transforms",
+    linear="each",
+    local=_fft_kernel,
+    note="the transformed axes are whole on each device",
+    no_pullback="its numbers are complex, which have no gradients here",
+)
 
 
 def _make_along_one(name: str, text: str, kind: str) -> Callable[..., Any]:
@@ -129,7 +125,7 @@ def _make_along_one(name: str, text: str, kind: str) -> Callable[..., Any]:
         size = None if n is None else whole_number(f"{name} of length", n, least=1)
         return call(name, (x,), {"axis": axis_of(x.ndim, axis), "n": size}, {"norm": norm})
 
-    _register_transform(name, kind)
+    _register_transform(name, fourier(kind))
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
     return of_arrays(function)
@@ -150,7 +146,7 @@ def _make_along_many(name: str, text: str, kind: str) -> Callable[..., Any]:
             raise SpecError(f"{name} of {x.type} over no axes; at least one was expected")
         return call(name, (x,), {"axis": places, "n": sizes}, {"norm": norm})
 
-    _register_transform(name, kind)
+    _register_transform(name, fourier(kind))
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
     return of_arrays(function)

@@ -36,7 +36,7 @@ from reshard.spmd.arrays.creation import read_shape
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
-from reshard.spmd.core.operator import Operator, ship
+from reshard.spmd.core.operator import ship
 from reshard.spmd.core.result_types import asked, kind_of
 from reshard.spmd.ops import data_types, elementwise, reductions
 from reshard.spmd.ops.arguments import explain_errors, of_arrays, portion, whole_number
@@ -270,17 +270,15 @@ def _are_stretches(
 
 
 ship(
-    Operator(
-        "random_numbers",
-        "creation",
-        random_numbers_rule,
-        example=([(2,), (4, 8)], {}),
-        local=_draw_kernel,
-        knows_place=_are_stretches,
-        result_types=asked,
-        note="a part draws the numbers of its places: the same for every sharding",
-        is_constant=True,
-    )
+    "random_numbers",
+    random_numbers_rule,
+    ([(2,), (4, 8)], {}),
+    family="creation",
+    local=_draw_kernel,
+    knows_place=_are_stretches,
+    result_types=asked,
+    note="a part draws the numbers of its places: the same for every sharding",
+    is_constant=True,
 )
 
 

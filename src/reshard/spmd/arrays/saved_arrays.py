@@ -42,7 +42,7 @@ from reshard.spmd.shards.partial_sums import settled, without_partial
 from reshard.spmd.shards.runner import Runner, runner_for
 
 _SHOWN = 5
-_MOST_BOXES = 256
+_MAX_BOXES = 256
 """The number of boxes of an array up to which a rank writes them unchanged."""
 
 
@@ -212,7 +212,7 @@ def _find_shards(x: Any) -> SavedArray:
     """Return the shards of an array without pending sums, detached from gradients."""
     if x.type.spec is not None and x.type.spec.partial_axes:
         x = x.shard(without_partial(x.type.spec))
-    if not x.runner.has_every_shard and _count_boxes(x.type) > _MOST_BOXES:
+    if not x.runner.has_every_shard and _count_boxes(x.type) > _MAX_BOXES:
         x = x.shard(_in_stretches(x.type.spec))
     shards = [one.detach() if hasattr(one, "detach") else one for one in x._shards]
     return SavedArray(x.type, dict(zip(_find_ranks(x.type, x.runner), shards, strict=True)))

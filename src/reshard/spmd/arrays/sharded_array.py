@@ -35,12 +35,11 @@ from reshard.spmd.ops.movement import matrix_transpose, permute_dims
 from reshard.spmd.ops.products import matmul
 from reshard.spmd.ops.reductions import any as any_of
 from reshard.spmd.rules.rule_builder import axis_of
-from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.array_value import ArrayValue, take_moved
 from reshard.spmd.shards.checking import check_copies, check_data
 from reshard.spmd.shards.error_translation import refuse_traced
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.partial_sums import without_partial
-from reshard.spmd.shards.reshard_cache import take_moved
 from reshard.spmd.shards.runner import Runner, runner_for
 
 _OTHER_NAMES = {

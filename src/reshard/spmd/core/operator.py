@@ -3,7 +3,7 @@
 An operator's record has its sharding rule, the function that each rank computes, its derivative,
 its cost, the element types of its results, and which operands may be partial sums. Runners,
 propagation, traces, tapes and the cost model read only these records. Users add records with
-`register(Operator(...))`, modules of the package with `ship(Operator(...))`.
+`register(Operator(...))`, modules of the package with `ship(...)`.
 
 `operators` has every operator by name. `rule_of` returns the rule of a name; the operands of an
 unknown operator are replicated, with a warning that names it.
@@ -21,11 +21,11 @@ from functools import lru_cache
 from inspect import signature
 from typing import Any, Literal
 
+from reshard.dtypes import DType
 from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
 from reshard.spmd import namespace
 from reshard.spmd.core.local_work import Function, LocalWork, MakeLocal, by_name
-from reshard.spmd.core.result_types import ResultTypes
 from reshard.spmd.rules.rule_builder import Inferred, Shape, replicated_rule
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
@@ -57,6 +57,12 @@ with, of operands and of results, or to None if the rule determines them."""
 Fails = Literal["never", "any", "whole numbers"]
 """The element types for which an operation may fail by its values: none, any, or integers."""
 
+
+ResultTypes = Callable[[Sequence[DType], Mapping[str, Any], str], tuple[DType, ...]]
+"""From arrays' element types, attributes and the library's name to the results' element types.
+
+The last type applies to all further results.
+"""
 
 Sizes = Sequence[int]
 Attributes = Mapping[str, Any]
@@ -381,10 +387,12 @@ def find_operator(name: str) -> Operator:
     return found
 
 
-def ship(operator: Operator) -> Operator:
-    """Add a record of the package, which no other replaces if it has a rule."""
-    _shipped.add(operator.name)
-    _table[operator.name] = operator
+def ship(
+    name: str, infer: Infer | None, example: Example | None = None, *, family: str, **fields: Any
+) -> Operator:
+    """Add an operator of the package, which no other replaces if it has a rule."""
+    _shipped.add(name)
+    _table[name] = operator = Operator(name, family, infer, example=example, **fields)
     return operator
 
 

@@ -37,9 +37,9 @@ from reshard.spmd.ops.arguments import of_arrays, whole_number
 from reshard.spmd.ops.elementwise import operands
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose
 from reshard.spmd.ops.reductions import sum as sum_over
-from reshard.spmd.shards.abstract_values import uses_abstract_values
 from reshard.spmd.shards.operation_call import placed
 from reshard.spmd.shards.runner import replicated
+from reshard.spmd.tracing.abstract_runner import uses_abstract_values
 from reshard.spmd.tracing.graph_recording import listening_recorder
 
 _COUNTS = as_dtype("int64")

@@ -31,14 +31,10 @@ from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import Function, LocalWork, by_name, has_plain_parts
 from reshard.spmd.core.operator import (
     Attributes,
-    Example,
-    Infer,
     JointPullback,
-    Operator,
     Sizes,
     TapeStep,
     dimension_sizes,
-    ship,
 )
 from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.ops import data_types, elementwise, reductions
@@ -46,7 +42,7 @@ from reshard.spmd.ops.arguments import of_arrays, whole_number
 from reshard.spmd.ops.data_types import in_wide_types
 from reshard.spmd.ops.elementwise import add, divide, exp, multiply, operands, where, whole
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
-from reshard.spmd.ops.networks import pull_again, take_off_most
+from reshard.spmd.ops.networks import pull_again, register_layer, take_off_most
 from reshard.spmd.ops.products import matmul
 from reshard.spmd.rules.rule_builder import Inferred, Shape, counted, from_dims, from_pattern
 from reshard.spmd.rules.sharding_rule import OpShardingRule
@@ -138,10 +134,6 @@ def _axes_along(x: Any, dim: int) -> set[str]:
     """Return the names of the axes that cut a dimension."""
     spec = x.type.spec if isinstance(x, ArrayValue) else None
     return set() if spec is None else {axis.name for axis in spec.dim_specs[dim].axes}
-
-
-def _register_attention(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return ship(Operator(name, "networks", infer, example=example, **options))
 
 
 def attention_rule(
@@ -581,7 +573,7 @@ def pull_by_scores(
     return found
 
 
-_register_attention(
+register_layer(
     "attention",
     attention_rule,
     (_HEADS, {}),
@@ -760,7 +752,7 @@ def _pull_attention_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]
     return pull_again(pull_back, step, cotangents)
 
 
-_register_attention(
+register_layer(
     "attention_gradient",
     attention_gradient_rule,
     ([*_HEADS, (2, 8, 5, 32)], {}),

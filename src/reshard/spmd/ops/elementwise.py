@@ -148,47 +148,22 @@ _OF_ONE: Example = ([(4, 8)], {})
 _OF_TWO: Example = ([(4, 8), (8,)], {})
 _OF_THREE: Example = ([(4, 8)] * 3, {})
 
-_TRUTH = (
-    "equal greater greater_equal isfinite isinf isnan less less_equal logical_and logical_not "
-    "logical_or logical_xor not_equal signbit"
-)
-
-
-def register_elementwise(
-    name: str, infer: Infer, example: Example, doc: str = "", **options: Any
-) -> Operator:
-    return ship(
-        Operator(
-            name,
-            "elementwise",
-            infer,
-            operator_class=OperatorClass.ELEMENTWISE,
-            **{"result_types": boolean if name in _TRUTH.split() else None, **options},
-            example=example,
-            doc=doc,
-        )
-    )
-
-
-def register_unary(name: str, doc: str = "", **options: Any) -> Operator:
-    return register_elementwise(name, _ONE, _OF_ONE, doc, **options)
-
-
-def register_binary(name: str, doc: str = "", **options: Any) -> Operator:
-    return register_elementwise(name, _TWO, _OF_TWO, doc, **options)
+register_elementwise = partial(ship, family="elementwise", operator_class=OperatorClass.ELEMENTWISE)
+register_unary = partial(register_elementwise, infer=_ONE, example=_OF_ONE)
+register_binary = partial(register_elementwise, infer=_TWO, example=_OF_TWO)
 
 
 def _unary(name: str, doc: str, slope: Derivative | None = None, **options: Any) -> Function:
     """Register an operator and return its function; it is constant without a slope."""
     return make_function(
-        register_unary(name, doc, **_differentiate(slope and _of_one(slope), options))
+        register_unary(name, doc=doc, **_differentiate(slope and _of_one(slope), options))
     )
 
 
 def _binary(name: str, doc: str, *slopes: Derivative, **options: Any) -> Function:
     """Register an operator of two operands and return its function; `slopes` are by operand."""
     pullback = _of_two(*slopes) if slopes else None
-    return make_function(register_binary(name, doc, **_differentiate(pullback, options)))
+    return make_function(register_binary(name, doc=doc, **_differentiate(pullback, options)))
 
 
 def _differentiate(pullback: Pullback | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -280,9 +255,9 @@ def _imag_kernel(work: LocalWork) -> Function:
 
 
 imag: Function = _unary("imag", "The imaginary part.", linear="each", local=_imag_kernel)
-isfinite: Function = _unary("isfinite", "Whether it is finite.")
-isinf: Function = _unary("isinf", "Whether it is infinite.")
-isnan: Function = _unary("isnan", "Whether it is NaN.")
+isfinite: Function = _unary("isfinite", "Whether it is finite.", result_types=boolean)
+isinf: Function = _unary("isinf", "Whether it is infinite.", result_types=boolean)
+isnan: Function = _unary("isnan", "Whether it is NaN.", result_types=boolean)
 log: Function = _unary("log", "The natural logarithm.", lambda g, x, r: g / x)
 
 log1p: Function = _unary(
@@ -291,7 +266,7 @@ log1p: Function = _unary(
 
 log2: Function = _unary("log2", "The logarithm to base 2.", lambda g, x, r: g / (x * _LOG2))
 log10: Function = _unary("log10", "The logarithm to base 10.", lambda g, x, r: g / (x * _LOG10))
-logical_not: Function = _unary("logical_not", "Logical not.")
+logical_not: Function = _unary("logical_not", "Logical not.", result_types=boolean)
 negative: Function = _unary("negative", "The negative.", lambda g, x, r: -g, linear="each")
 positive: Function = _unary("positive", "The same number.", _pass, linear="each")
 real: Function = _unary("real", "The real part.", _pass, linear="each")
@@ -305,7 +280,7 @@ round: Function = _unary(
 )
 
 sign: Function = _unary("sign", "The sign of the number.", commutes=("max", "min"))
-signbit: Function = _unary("signbit", "Whether its sign bit is set.")
+signbit: Function = _unary("signbit", "Whether its sign bit is set.", result_types=boolean)
 sin: Function = _unary("sin", "The sine.", lambda g, x, r: g * cos(x))
 sinh: Function = _unary("sinh", "The hyperbolic sine.", lambda g, x, r: g * cosh(x))
 sqrt: Function = _unary("sqrt", "The square root.", lambda g, x, r: g * 0.5 / r)
@@ -366,14 +341,16 @@ divide: Function = _binary(
     note="parts over a divisor of 0 would be inf - inf: reduced first",
 )
 
-equal: Function = _binary("equal", "Whether they are equal.")
+equal: Function = _binary("equal", "Whether they are equal.", result_types=boolean)
 
 floor_divide: Function = _binary(
     "floor_divide", "The quotient rounded down.", fails="whole numbers"
 )
 
-greater: Function = _binary("greater", "Whether the first is greater.")
-greater_equal: Function = _binary("greater_equal", "Whether the first is greater or equal.")
+greater: Function = _binary("greater", "Whether the first is greater.", result_types=boolean)
+greater_equal: Function = _binary(
+    "greater_equal", "Whether the first is greater or equal.", result_types=boolean
+)
 
 
 def _pull_hypot(g: Any, x: Any, r: Any) -> Any:
@@ -387,8 +364,10 @@ hypot: Function = _binary(
     lambda g, x, y, r: _pull_hypot(g, y, r),
 )
 
-less: Function = _binary("less", "Whether the first is less.")
-less_equal: Function = _binary("less_equal", "Whether the first is less or equal.")
+less: Function = _binary("less", "Whether the first is less.", result_types=boolean)
+less_equal: Function = _binary(
+    "less_equal", "Whether the first is less or equal.", result_types=boolean
+)
 
 
 def _pull_logarithm(g: Any, x: Any, r: Any) -> Any:
@@ -404,14 +383,22 @@ logaddexp: Function = _binary(
 )
 
 logical_and: Function = _binary(
-    "logical_and", "Logical and.", commutes=("min",), note="of truth values, contributions by min"
+    "logical_and",
+    "Logical and.",
+    commutes=("min",),
+    note="of truth values, contributions by min",
+    result_types=boolean,
 )
 
 logical_or: Function = _binary(
-    "logical_or", "Logical or.", commutes=("max",), note="of truth values, contributions by max"
+    "logical_or",
+    "Logical or.",
+    commutes=("max",),
+    note="of truth values, contributions by max",
+    result_types=boolean,
 )
 
-logical_xor: Function = _binary("logical_xor", "Logical exclusive or.")
+logical_xor: Function = _binary("logical_xor", "Logical exclusive or.", result_types=boolean)
 
 
 def _pull_greater(g: Any, x: Any, y: Any, r: Any) -> Any:
@@ -450,7 +437,7 @@ nextafter: Function = _binary(
     no_pullback="the next number is a rounding apart, which has no slope",
 )
 
-not_equal: Function = _binary("not_equal", "Whether they differ.")
+not_equal: Function = _binary("not_equal", "Whether they differ.", result_types=boolean)
 
 
 def _pull_power(g: Any, x: Any, y: Any, r: Any) -> Any:
@@ -487,17 +474,6 @@ subtract: Function = _binary(
 # ---- Activations
 
 
-@of_arrays
-def relu(x: Any, /) -> Any:
-    """The elementwise maximum of a number and 0; its derivative at 0 is 0.
-
-    >>> import reshard.spmd as sp
-    >>> relu(sp.array([-1.0, 0.0, 2.0])).to_dense().tolist()
-    [0.0, 0.0, 2.0]
-    """
-    return call("relu", (x,))
-
-
 def _relu_kernel(work: LocalWork) -> Function:
     """Return a kernel for positive numbers, and 0 elsewhere; NaN stays NaN."""
     (operand,) = work.operands
@@ -507,19 +483,13 @@ def _relu_kernel(work: LocalWork) -> Function:
     return lambda x: maximum(x, 0)
 
 
-register_unary(
+relu: Function = _unary(
     "relu",
-    "The number where it is positive, 0 elsewhere.",
+    "The maximum of the number and 0; its derivative at 0 is 0.",
+    lambda g, x, r: where(less_equal(r, 0), 0.0, g),
     commutes=("max", "min"),
     local=_relu_kernel,
-    pullback=_of_one(lambda g, x, r: where(less_equal(r, 0), 0.0, g)),
 )
-
-
-@of_arrays
-def sigmoid(x: Any, /) -> Any:
-    """`1 / (1 + exp(-x))`, without overflow or underflow to 0."""
-    return call("sigmoid", (x,))
 
 
 def _sigmoid_kernel(work: LocalWork) -> Function:
@@ -534,15 +504,12 @@ def _sigmoid_kernel(work: LocalWork) -> Function:
     return function
 
 
-register_unary(
-    "sigmoid", local=_sigmoid_kernel, pullback=_of_one(lambda g, x, r: g * r * (1.0 - r))
+sigmoid: Function = _unary(
+    "sigmoid",
+    "`1 / (1 + exp(-x))`, without overflow or underflow to 0.",
+    lambda g, x, r: g * r * (1.0 - r),
+    local=_sigmoid_kernel,
 )
-
-
-@of_arrays
-def silu(x: Any, /) -> Any:
-    """`x * sigmoid(x)`."""
-    return call("silu", (x,))
 
 
 def _silu_kernel(work: LocalWork) -> Function:
@@ -553,11 +520,12 @@ def _silu_kernel(work: LocalWork) -> Function:
     return lambda x: x * own(x)
 
 
-def _pull_silu(g: Any, x: Any, r: Any) -> Any:
-    return call("silu_gradient", (g, x))
-
-
-register_unary("silu", local=_silu_kernel, pullback=_of_one(_pull_silu))
+silu: Function = _unary(
+    "silu",
+    "`x * sigmoid(x)`.",
+    lambda g, x, r: call("silu_gradient", (g, x)),
+    local=_silu_kernel,
+)
 
 
 def _silu_gradient_kernel(work: LocalWork) -> Function:
@@ -677,20 +645,14 @@ def _cast_kernel(work: LocalWork) -> Function:
     return lambda x: x.to(own)
 
 
-ship(
-    Operator(
-        "astype",
-        "elementwise",
-        _ONE,
-        "each",
-        linear_if=_same_type,
-        operator_class=OperatorClass.ELEMENTWISE,
-        local=_cast_kernel,
-        result_types=asked,
-        example=_OF_ONE,
-        note="partial sums stay partial only where the type is said to be widening",
-        pullback=_of_one(_pass),
-    )
+register_unary(
+    "astype",
+    linear="each",
+    linear_if=_same_type,
+    local=_cast_kernel,
+    result_types=asked,
+    note="partial sums stay partial only where the type is said to be widening",
+    pullback=_of_one(_pass),
 )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from reshard.errors import SpecError
-from reshard.spmd.core.operator import Example, Infer, Operator, ship
-from reshard.spmd.core.result_types import boolean, of_first, promoted
+from reshard.spmd.core.operator import Example, ship
+from reshard.spmd.core.result_types import boolean, of_first
 from reshard.spmd.ops.elementwise import (
     _OF_THREE,
     _THREE,
@@ -23,7 +24,6 @@ from reshard.spmd.ops.elementwise import (
 )
 from reshard.spmd.ops.indexing import _register_lookup, register_indexing, take_rule
 from reshard.spmd.ops.linalg import (
-    _ORDERED,
     _SQUARES,
     _STACK,
     matrix_rule,
@@ -46,7 +46,6 @@ from reshard.spmd.ops.movement import (
 from reshard.spmd.ops.networks import _WHOLE, register_layer
 from reshard.spmd.ops.products import einsum_rule, product_of_pairs, register_product
 from reshard.spmd.ops.reductions import (
-    _TOTALLED,
     _TOTALS,
     _make_reduction,
     cumulative_rule,
@@ -113,7 +112,11 @@ def matrix_transpose_rule(shapes: Sequence[Shape]) -> Inferred:
 
 
 register_movement(
-    "matrix_transpose", matrix_transpose_rule, ([(2, 4, 8)], {}), _REARRANGING, no_pullback=COMPOSED
+    "matrix_transpose",
+    matrix_transpose_rule,
+    ([(2, 4, 8)], {}),
+    operator_class=_REARRANGING,
+    no_pullback=COMPOSED,
 )
 
 
@@ -144,7 +147,7 @@ register_movement(
     "moveaxis",
     moveaxis_rule,
     ([(2, 4, 8)], {"source": 0, "destination": 2}),
-    _REARRANGING,
+    operator_class=_REARRANGING,
     no_pullback=COMPOSED,
 )
 
@@ -158,7 +161,12 @@ def flatten_rule(shapes: Sequence[Shape]) -> Inferred:
 
 
 register_movement(
-    "flatten", flatten_rule, ([(4, 8)], {}), _REARRANGING, note="a reshape", no_pullback=COMPOSED
+    "flatten",
+    flatten_rule,
+    ([(4, 8)], {}),
+    operator_class=_REARRANGING,
+    note="a reshape",
+    no_pullback=COMPOSED,
 )
 
 
@@ -179,7 +187,7 @@ register_movement(
     "broadcast_arrays",
     broadcast_arrays_rule,
     ([(4, 1), (8,)], {}),
-    _BROADCASTING,
+    operator_class=_BROADCASTING,
     no_pullback=COMPOSED,
 )
 
@@ -402,17 +410,13 @@ def diff_rule(shapes: Sequence[Shape], axis: int = -1, n: int = 1) -> Inferred:
     return from_dims([dims, *others], [dims], shapes, [result], moved=moved)
 
 
-ship(
-    Operator(
-        "diff",
-        "movement",
-        diff_rule,
-        "each",
-        result_types=promoted,
-        example=(_ROWS, {}),
-        note="neighbours lie in other parts",
-        no_pullback=COMPOSED,
-    )
+register_movement(
+    "diff",
+    diff_rule,
+    (_ROWS, {}),
+    commutes=(),
+    note="neighbours lie in other parts",
+    no_pullback=COMPOSED,
 )
 
 
@@ -618,7 +622,7 @@ register_linalg(
     "vector_norm",
     vector_norm_rule,
     _STACK,
-    "the axes are whole on each device",
+    note="the axes are whole on each device",
     no_pullback=COMPOSED,
 )
 
@@ -645,7 +649,7 @@ register_linalg(
     "triangular_solve",
     triangular_solve_rule,
     ([(2, 4, 4), (2, 4, 3)], {}),
-    "as solve",
+    note="as solve",
     linear=(1,),
     work=of_systems(lambda n, k: n**2 * k),
     no_pullback=COMPOSED,
@@ -674,7 +678,7 @@ register_linalg(
     "cross",
     cross_rule,
     ([(4, 3), (4, 3)], {}),
-    "the axis of 3 is whole on each device",
+    note="the axis of 3 is whole on each device",
     linear="one",
     no_pullback=COMPOSED,
 )
@@ -694,34 +698,25 @@ register_linalg("trace", trace_rule, _STACK, linear="each", reads_part=True, no_
 # ---- fftshift
 
 
-def _register_shift(name: str) -> Operator:
-    return ship(
-        Operator(
-            name,
-            "Fourier transforms",
-            shifted,
-            "each",
-            _ORDERED,
-            result_types=of_first,
-            example=([(4, 8)], {"axes": 1}),
-            no_pullback=COMPOSED,
-        )
-    )
-
-
 def shifted(shapes: Sequence[Shape], axes: Axes = None) -> Inferred:
     """Halves of axes swapped."""
     shape = one_operand("a shift", shapes)
     return kept(shape, moved=axes_of(len(shape), axes))
 
 
-_register_shift("fftshift")
-_register_shift("ifftshift")
+for _name in ("fftshift", "ifftshift"):
+    register_movement(
+        _name,
+        shifted,
+        ([(4, 8)], {"axes": 1}),
+        family="Fourier transforms",
+        result_types=of_first,
+        no_pullback=COMPOSED,
+    )
 
 register_cumulative(
     "cumulative_max",
     cumulative_rule,
-    _TOTALLED,
     commutes=("max",),
     note=_TOTALS,
     no_pullback=OF_GRAPHS,
@@ -730,7 +725,6 @@ register_cumulative(
 register_cumulative(
     "cumulative_min",
     cumulative_rule,
-    _TOTALLED,
     commutes=("min",),
     note=_TOTALS,
     no_pullback=OF_GRAPHS,
@@ -809,8 +803,7 @@ register_layer(
 _PLACES = "a part has the numbers of its own places"
 
 
-def register_creation(name: str, infer: Infer, example: Example, note: str = _PLACES) -> Operator:
-    return ship(Operator(name, "creation", infer, example=example, note=note, is_constant=True))
+register_creation = partial(ship, family="creation", note=_PLACES, is_constant=True)
 
 
 def constant_rule(shapes: Sequence[Shape], shape: int | Sequence[int] = (), **_: Any) -> Inferred:
@@ -835,7 +828,7 @@ def filled(
 
 _FILLED: Example = ([], {"shape": (4, 8)})
 for _name in ("zeros", "ones", "empty", "full"):
-    register_creation(_name, constant_rule, _FILLED, "")
+    register_creation(_name, constant_rule, _FILLED, note="")
 
 
 # ---- zeros_like
@@ -843,7 +836,7 @@ for _name in ("zeros", "ones", "empty", "full"):
 
 _BESIDE: Example = ([(4, 8)], {})
 for _name in ("zeros_like", "ones_like", "empty_like", "full_like"):
-    register_creation(_name, elementwise_rule, _BESIDE, "")
+    register_creation(_name, elementwise_rule, _BESIDE, note="")
 
 
 # ---- arange
@@ -945,5 +938,5 @@ register_creation(
     "random_bits",
     random_bits_rule,
     ([(2,)], {"shape": (4, 8)}),
-    "a part draws the bits of its places",
+    note="a part draws the bits of its places",
 )

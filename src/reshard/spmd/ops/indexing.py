@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.backend import library_of
 from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
-from reshard.spmd.core.operator import Example, Infer, Operator, OperatorClass, TapeStep, ship
+from reshard.spmd.core.operator import OperatorClass, TapeStep, ship
 from reshard.spmd.core.result_types import index, kind_of, of_first
 from reshard.spmd.ops import data_types, elementwise
 from reshard.spmd.ops import elementwise as e
@@ -67,23 +68,14 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
     return call("take", places_in(x, place, indices), {"axis": place})
 
 
-def _register_lookup(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return register_indexing(
-        name,
-        infer,
-        example,
-        linear=(0,),
-        reads_part=True,
-        result_types=of_first,
-        note="a part gives the slices it has, zero for others; contributions are summed",
-        **options,
-    )
-
-
-def register_indexing(
-    name: str, infer: Infer | None, example: Example | None = None, **options: Any
-) -> Operator:
-    return ship(Operator(name, "indexing", infer, example=example, **options))
+register_indexing = partial(ship, family="indexing")
+_register_lookup = partial(
+    register_indexing,
+    linear=(0,),
+    reads_part=True,
+    result_types=of_first,
+    note="a part gives the slices it has, zero for others; contributions are summed",
+)
 
 
 def take_rule(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
@@ -874,5 +866,3 @@ register_indexing(
     note="how many there are depends on the values",
     no_pullback="how many results there are depends on the elements, which are read",
 )
-
-_VALUES = "how many results there are depends on the elements, which are read"

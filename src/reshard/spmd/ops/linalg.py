@@ -153,10 +153,7 @@ def _check_matrices(x: Any, name: str, is_square: bool = True) -> Any:
 _MATRIX = "the matrices are whole on each device"
 
 
-def register_linalg(
-    name: str, infer: Infer, example: Example, note: str = _MATRIX, **options: Any
-) -> Operator:
-    return ship(Operator(name, "linear algebra", infer, example=example, note=note, **options))
+register_linalg = partial(ship, family="linear algebra", note=_MATRIX)
 
 
 def diagonal_rule(shapes: Sequence[Shape], offset: int = 0) -> Inferred:
@@ -584,7 +581,7 @@ register_linalg(
     "solve",
     solve_rule,
     ([(2, 4, 4), (2, 4, 3)], {}),
-    "columns of the right side pass through",
+    note="columns of the right side pass through",
     linear=(1,),
     work=of_systems(lambda n, k: 2 * n**3 / 3 + 2 * n**2 * k),
     **_SINGULAR,
@@ -752,6 +749,3 @@ def vector_norm(
         return elementwise.sqrt(total)
     powers = reductions.sum(elementwise.pow(size, float(ord)), axis=axis, keepdims=keepdims)
     return elementwise.pow(powers, 1.0 / ord)
-
-
-_ORDERED = ("max", "min", "product")

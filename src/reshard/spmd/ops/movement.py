@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from reshard.errors import ArrayIndexError, SpecError, UsageError
 from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import Function, LocalWork, find_function
-from reshard.spmd.core.operator import Example, Infer, Operator, OperatorClass, TapeStep, ship
+from reshard.spmd.core.operator import OperatorClass, TapeStep, ship
 from reshard.spmd.core.result_types import promoted
 from reshard.spmd.ops import data_types
 from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_number, whole_pairs
@@ -82,30 +83,14 @@ def broadcast_to(x: Any, /, shape: Sequence[int]) -> Any:
     return x if wanted == x.shape else call("broadcast_to", (x,), {"shape": wanted})
 
 
-def register_movement(
-    name: str,
-    infer: Infer,
-    example: Example,
-    operator_class: OperatorClass = OperatorClass.OTHER,
-    **options: Any,
-) -> Operator:
-    """Register an operator that only moves elements: operands stay partial, by any reduction."""
-    return ship(
-        Operator(
-            name,
-            "movement",
-            infer,
-            "each",
-            _ALL,
-            operator_class=operator_class,
-            result_types=promoted,
-            example=example,
-            **options,
-        )
-    )
-
-
-_ALL = ("max", "min", "product")
+register_movement = partial(
+    ship,
+    family="movement",
+    linear="each",
+    commutes=("max", "min", "product"),
+    result_types=promoted,
+)
+"""Registers an operator that only moves elements: operands stay partial, by any reduction."""
 
 
 def broadcast_to_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
@@ -139,7 +124,7 @@ register_movement(
     "broadcast_to",
     broadcast_to_rule,
     ([(1, 8)], {"shape": (2, 4, 8)}),
-    _BROADCASTING,
+    operator_class=_BROADCASTING,
     local=_to_shape_kernel,
     pullback=_sum_back,
 )
@@ -193,7 +178,11 @@ def _reshape_back(step: TapeStep, g: Any, number: int) -> Any:
 
 
 register_movement(
-    "expand_dims", expand_dims_rule, ([(4, 8)], {"axis": 1}), _REARRANGING, pullback=_reshape_back
+    "expand_dims",
+    expand_dims_rule,
+    ([(4, 8)], {"axis": 1}),
+    operator_class=_REARRANGING,
+    pullback=_reshape_back,
 )
 
 
@@ -225,7 +214,11 @@ def squeeze_rule(shapes: Sequence[Shape], axis: Axes = None) -> Inferred:
 
 
 register_movement(
-    "squeeze", squeeze_rule, ([(4, 1, 8)], {"axis": 1}), _REARRANGING, pullback=_reshape_back
+    "squeeze",
+    squeeze_rule,
+    ([(4, 1, 8)], {"axis": 1}),
+    operator_class=_REARRANGING,
+    pullback=_reshape_back,
 )
 
 
@@ -256,7 +249,7 @@ register_movement(
     "permute_dims",
     permute_dims_rule,
     ([(2, 4, 8)], {"axes": (2, 0, 1)}),
-    _REARRANGING,
+    operator_class=_REARRANGING,
     pullback=_permute_back,
 )
 
@@ -327,7 +320,7 @@ register_movement(
     "reshape",
     reshape_rule,
     ([(4, 6)], {"shape": (2, 12)}),
-    _REARRANGING,
+    operator_class=_REARRANGING,
     local=_to_shape_kernel,
     note="a dimension that splits or merges has several factors; parts agree where sizes divide",
     pullback=_reshape_back,
@@ -745,19 +738,15 @@ def _unpad(step: TapeStep, g: Any, number: int) -> Any:
     )
 
 
-ship(
-    Operator(
-        "pad",
-        "movement",
-        pad_rule,
-        "each",
-        linear_if=_pads_with_zero,
-        local=_pad_kernel,
-        result_types=promoted,
-        example=(_ROWS, {"pad_width": [(0, 0), (1, 2)]}),
-        note="linear where it pads with zero",
-        pullback=_unpad,
-    )
+register_movement(
+    "pad",
+    pad_rule,
+    (_ROWS, {"pad_width": [(0, 0), (1, 2)]}),
+    commutes=(),
+    linear_if=_pads_with_zero,
+    local=_pad_kernel,
+    note="linear where it pads with zero",
+    pullback=_unpad,
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -17,7 +18,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError
 from reshard.spmd import namespace
 from reshard.spmd.core.local_work import Function, LocalWork
-from reshard.spmd.core.operator import Example, Infer, JointPullback, Operator, TapeStep, ship
+from reshard.spmd.core.operator import JointPullback, TapeStep, ship
 from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.ops import elementwise, reductions
 from reshard.spmd.ops.arguments import of_arrays, portion, whole_number
@@ -145,8 +146,7 @@ def _may_be_one(dims: int, given: Sequence[Any]) -> bool:
     )
 
 
-def register_layer(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return ship(Operator(name, "networks", infer, example=example, **options))
+register_layer = partial(ship, family="networks")
 
 
 def norm_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:

@@ -42,7 +42,7 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.backend import records_gradient
 from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
-from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, ship
+from reshard.spmd.core.operator import Example, TapeStep, ship
 from reshard.spmd.core.result_types import index, of_first, value_and_index
 from reshard.spmd.namespace import find
 from reshard.spmd.ops import elementwise, reductions
@@ -291,8 +291,7 @@ def _put_in_order(name: str, x: Any, axis: int, descending: bool) -> Any:
     return call(name, (x,), {"axis": axis}, {"descending": descending}) if found is None else found
 
 
-def register_ordering(name: str, infer: Infer | None, **options: Any) -> Operator:
-    return ship(Operator(name, "ordering", infer, **options))
+register_ordering = partial(ship, family="ordering")
 
 
 def ordered(
@@ -541,47 +540,13 @@ register_ordering(
 )
 
 
-# ---- unique_all
+# ---- unique
 
 
-_COUNTS = "how many there are depends on the values"
-
-register_ordering(
-    "unique_all",
-    None,
-    note=_COUNTS,
-    no_pullback="how many results there are depends on the elements, which are read",
-)
-
-
-# ---- unique_counts
-
-
-register_ordering(
-    "unique_counts",
-    None,
-    note=_COUNTS,
-    no_pullback="how many results there are depends on the elements, which are read",
-)
-
-
-# ---- unique_inverse
-
-
-register_ordering(
-    "unique_inverse",
-    None,
-    note=_COUNTS,
-    no_pullback="how many results there are depends on the elements, which are read",
-)
-
-
-# ---- unique_values
-
-
-register_ordering(
-    "unique_values",
-    None,
-    note=_COUNTS,
-    no_pullback="how many results there are depends on the elements, which are read",
-)
+for _name in ("unique_all", "unique_counts", "unique_inverse", "unique_values"):
+    register_ordering(
+        _name,
+        None,
+        note="how many there are depends on the values",
+        no_pullback="how many results there are depends on the elements, which are read",
+    )

@@ -21,7 +21,7 @@ from reshard.errors import SpecError, UsageError
 from reshard.spmd import namespace
 from reshard.spmd.core.backend import records_gradient
 from reshard.spmd.core.local_work import Function, LocalWork
-from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, of_product, ship
+from reshard.spmd.core.operator import TapeStep, of_product, ship
 from reshard.spmd.ops import elementwise
 from reshard.spmd.ops.arguments import of_arrays
 from reshard.spmd.ops.elementwise import make_function, operands
@@ -57,10 +57,7 @@ def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     return call("vecdot", (x1, x2), {"axis": axis_of(least, axis) - least})
 
 
-def register_product(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return ship(
-        Operator(name, "products", infer, "one", work=of_product, example=example, **options)
-    )
+register_product = partial(ship, family="products", linear="one", work=of_product)
 
 
 def vecdot_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:

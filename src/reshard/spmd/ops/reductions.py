@@ -46,7 +46,7 @@ from reshard.spmd.core.local_work import (
     own_attributes,
     part_lengths,
 )
-from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, operators, ship
+from reshard.spmd.core.operator import Infer, TapeStep, operators, ship
 from reshard.spmd.core.result_types import boolean, index, kind_of, of_first, promoted, total
 from reshard.spmd.ops import data_types, elementwise
 from reshard.spmd.ops import elementwise as e
@@ -98,8 +98,7 @@ def _make_attributes(axis: Axis, keepdims: bool) -> dict[str, Any]:
     return {"axis": tuple(axis) if isinstance(axis, list) else axis, "keepdims": bool(keepdims)}
 
 
-def register_reduction(name: str, infer: Infer, **options: Any) -> Operator:
-    return ship(Operator(name, "reductions", infer, example=([(4, 8)], {"axis": 1}), **options))
+register_reduction = partial(ship, family="reductions", example=([(4, 8)], {"axis": 1}))
 
 
 def _make_reduction(reduction: str, *, adjusted: bool = False) -> Infer:
@@ -435,8 +434,7 @@ def _take_totals(name: str, x: Any, axis: int | None, dtype: object, include_ini
     return running_totals(name, x, place)
 
 
-def register_cumulative(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return ship(Operator(name, "windows", infer, example=example, **options))
+register_cumulative = partial(ship, family="windows", example=([(4, 8)], {"axis": 1}))
 
 
 def cumulative_rule(
@@ -467,9 +465,6 @@ def cumulative_rule(
         return from_dims([dims], [dims], [shape], adjusted=[place])
     result = (*shape[:place], shape[place] + bool(include_initial), *shape[place + 1 :])
     return kept(shape, result, moved=[] if result[place] == 1 else [place])
-
-
-_TOTALLED: Example = ([(4, 8)], {"axis": 1})
 
 
 def _totals_kernel(work: LocalWork) -> Function:
@@ -520,7 +515,6 @@ def _without_initial(step: TapeStep, g: Any) -> Any:
 register_cumulative(
     "cumulative_sum",
     cumulative_rule,
-    _TOTALLED,
     linear="each",
     local=_totals_kernel,
     knows_place=_begins_at_parts,
@@ -562,7 +556,6 @@ def _pull_running_product(step: TapeStep, g: Any, number: int) -> Any:
 register_cumulative(
     "cumulative_prod",
     cumulative_rule,
-    _TOTALLED,
     commutes=("product",),
     local=_totals_kernel,
     knows_place=_begins_at_parts,

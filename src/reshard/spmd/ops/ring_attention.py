@@ -22,12 +22,8 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.core.local_work import Function, LocalWork, Stretch, stretches_of
 from reshard.spmd.core.operator import (
     Attributes,
-    Example,
-    Infer,
     JointPullback,
-    Operator,
     TapeStep,
-    ship,
 )
 from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops.attention import (
@@ -41,17 +37,13 @@ from reshard.spmd.ops.attention import (
 )
 from reshard.spmd.ops.elementwise import where, whole
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
-from reshard.spmd.ops.networks import pull_again
+from reshard.spmd.ops.networks import pull_again, register_layer
 from reshard.spmd.ops.reductions import sum as sum_over
 from reshard.spmd.rules.rule_builder import Inferred, Shape, counted, from_pattern
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.operation_call import call, placed
 
 # ---- attention_turn
-
-
-def _register_turn(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return ship(Operator(name, "networks", infer, example=example, **options))
 
 
 def attention_turn_rule(
@@ -302,7 +294,7 @@ def pull_turn(
     return tuple(placed(one, x.type.spec) for one, x in zip(made, arrays, strict=True))
 
 
-_register_turn(
+register_layer(
     "attention_turn",
     attention_turn_rule,
     (_EVEN, _TURN),
@@ -427,7 +419,7 @@ def _find_met(attributes: Mapping[str, Any], shape: Sequence[int]) -> Any:
     return met & (before >= low) & (before <= high)
 
 
-_register_turn(
+register_layer(
     "attention_turn_gradient",
     attention_turn_gradient_rule,
     ([*_EVEN, (2, 8, 6), (2, 8, 6), (2, 8, 6, 32)], _TURN),

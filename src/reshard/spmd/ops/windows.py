@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import Function, LocalWork, Stretch
-from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, of_product, ship
+from reshard.spmd.core.operator import Example, TapeStep, of_product, ship
 from reshard.spmd.core.result_types import kind_of, of_first
 from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops.arguments import of_arrays, whole_number, whole_numbers, whole_pairs
@@ -105,10 +106,8 @@ def _on_edges(
     return list(map(make_here, made, stretches_of_space(work, 0, count)))
 
 
-def _register_product(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return ship(
-        Operator(name, "windows", infer, linear="one", work=of_product, example=example, **options)
-    )
+_register = partial(ship, family="windows")
+_register_product = partial(_register, linear="one", work=of_product)
 
 
 @of_arrays
@@ -575,10 +574,6 @@ _register_product(
     note="each part of the windows has a contribution",
     pullback=_pull_kernel_gradient,
 )
-
-
-def _register(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return ship(Operator(name, "windows", infer, example=example, **options))
 
 
 @of_arrays

@@ -23,13 +23,14 @@ from reshard.spmd.core.operator import (
     Infer,
     Linear,
     Operator,
+    ResultTypes,
     Work,
     no_operations,
     operators,
     register,
     shipped_operators,
 )
-from reshard.spmd.core.result_types import ResultTypes, promoted
+from reshard.spmd.core.result_types import promoted
 from reshard.spmd.gradients.tape import gradient as add_gradient
 from reshard.spmd.gradients.tape import remove_gradient
 from reshard.spmd.ops.elementwise import operands as as_operands

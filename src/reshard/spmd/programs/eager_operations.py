@@ -28,13 +28,12 @@ from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.graph import Body, BodyCosts, Value
 from reshard.spmd.programs.traced_function import arrays_of, as_abstract, bring, costs_within
 from reshard.spmd.propagation.strategies import assign_shardings
-from reshard.spmd.shards.abstract_values import abstract_values
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.error_translation import check_function
 from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.partial_sums import settled
 from reshard.spmd.shards.runner import Runner
-from reshard.spmd.tracing.abstract_runner import AbstractRunner, AbstractShard
+from reshard.spmd.tracing.abstract_runner import AbstractRunner, AbstractShard, abstract_values
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
     filled,

@@ -33,11 +33,10 @@ from reshard.spmd.programs.steps import (
     find_reused,
     overlapped_order,
 )
-from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.array_value import ArrayValue, may_view
 from reshard.spmd.shards.error_translation import REFUSALS, refuse
 from reshard.spmd.shards.operation_call import CompiledCall, compute, recorders
 from reshard.spmd.shards.partial_sums import are_finite
-from reshard.spmd.shards.reshard_cache import may_view
 from reshard.spmd.shards.runner import Runner, Transport, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.estimates import held_bytes

@@ -132,9 +132,9 @@ def from_dims(
         elif len({*own}) > 1:
             where = f" in `{pattern}`" if pattern else ""
             raise SpecError(
-                f"shapes {', '.join(map(str, shapes))}: {factor} is "
-                f"{' and '.join(map(str, dict.fromkeys(own)))}{where}; dimensions of one factor "
-                "must have equal sizes"
+                f"shapes {', '.join(map(str, shapes))}: "
+                f"{' and '.join(map(str, dict.fromkeys(own)))} are sizes of {factor}{where}; they "
+                "must be equal"
             )
         else:
             found[factor] = own[0] if own else next((n for *_, n in places.get(factor, ())), 1)

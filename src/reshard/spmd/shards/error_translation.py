@@ -9,8 +9,8 @@ from reshard.errors import ArrayIndexError, ReshardError, SpecError, UsageError
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.local_work import LocalWork
 from reshard.spmd.core.operator import Operator
+from reshard.spmd.core.result_types import compute_few
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.element_types import compute_few
 from reshard.spmd.shards.runner import Runner
 
 REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)

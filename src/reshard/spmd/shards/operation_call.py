@@ -29,9 +29,9 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.local_work import LocalWork
 from reshard.spmd.core.operator import Operator, find_operator, operator_of
+from reshard.spmd.core.result_types import find_result_types
 from reshard.spmd.rules.alignment import aligned_by_bytes
-from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.element_types import find_result_types
+from reshard.spmd.shards.array_value import ArrayValue, may_view, take_moved
 from reshard.spmd.shards.error_translation import (
     REFUSALS,
     check_shapes,
@@ -48,8 +48,7 @@ from reshard.spmd.shards.partial_sums import (
     with_partial,
     without_partial,
 )
-from reshard.spmd.shards.reshard_cache import may_view, take_moved
-from reshard.spmd.shards.runner import MOST_KEPT, Runner, replicated
+from reshard.spmd.shards.runner import MAX_CACHED, Runner, replicated
 from reshard.spmd.shards.shard_copies import Movement
 
 RunCall = Callable[..., Any]
@@ -604,7 +603,7 @@ def _compile(
         is_single,
         shares_failure,
     )
-    if len(runner.calls) >= MOST_KEPT:
+    if len(runner.calls) >= MAX_CACHED:
         runner.calls.clear()
     runner.calls[key] = done
     wrapped = tuple(

@@ -28,7 +28,7 @@ from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.backend import Library, library, library_of
 from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Operator
-from reshard.spmd.shards.element_types import check_promotion, widened_functions
+from reshard.spmd.core.result_types import check_promotion, widened_functions
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 
 Transport = Literal["here", "messages", "together"]
@@ -39,7 +39,7 @@ Begin = Callable[[Movement, Shards], Callable[[], Shards]]
 until all movements that have begun were waited for."""
 
 # More than any program's number of different operations; it only bounds the memory.
-MOST_KEPT = 1 << 16
+MAX_CACHED = 1 << 16
 
 
 _runners: WeakSet[Runner] = WeakSet()
@@ -67,8 +67,8 @@ class Runner:
         self.library = library
         self.calls: dict[Any, Any] = {}
         _runners.add(self)
-        # The cache of this runner, see `reshard_cache`.
-        self.kept: Any = None
+        # Created when an array is first resharded, see `array_value`.
+        self.reshard_cache: Any = None
         self._movements: dict[tuple[ArrayType, ShardingSpec], Movement] = {}
         # An array without a mesh is a single shard, which every runner has.
         self._ranks: dict[DeviceMesh | None, tuple[int, ...]] = {None: (0,)}
@@ -102,7 +102,7 @@ class Runner:
         """Return a function that moves shards of an array of type `source` to `spec`."""
         found = self._movements.get((source, spec))
         if found is None:
-            if len(self._movements) >= MOST_KEPT:
+            if len(self._movements) >= MAX_CACHED:
                 self._movements.clear()
             found = self._movements[source, spec] = self._new_movement(source, spec)
         return found
@@ -204,7 +204,7 @@ class InProcess(Runner):
             return shards[0]
         gather = self._gathers.get(source)
         if gather is None:
-            if len(self._gathers) >= MOST_KEPT:
+            if len(self._gathers) >= MAX_CACHED:
                 self._gathers.clear()
             devices, before = source.spec.mesh.devices, source.layout
             # A single rank gathers the whole array: the others need no copy.

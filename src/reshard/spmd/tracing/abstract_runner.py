@@ -4,17 +4,24 @@ An `AbstractRunner` stands where a runner with elements would: operations find t
 movements and results as they always do, and compute nothing. The shapes are those of the
 operators' rules, the element types those that their rows name, or what the library that will
 compute makes of a few elements.
+
+Functions whose results depend on elements are executed with assumed elements, inside
+`abstract_values`, to determine the types of their results. Choices are assumed to be even: every
+expert is chosen equally often.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
+from reshard._contexts import set_context
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
@@ -24,7 +31,7 @@ from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.backend import Library, library
 from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Operator
-from reshard.spmd.shards.element_types import find_result_types
+from reshard.spmd.core.result_types import find_result_types
 from reshard.spmd.shards.runner import Runner, Transport, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 
@@ -150,3 +157,21 @@ class AbstractRunner(Runner):
 
     def __repr__(self) -> str:
         return f"AbstractRunner({self._computing!r})"
+
+
+_is_supposed: ContextVar[bool] = ContextVar("is_supposed", default=False)
+
+
+def abstract_values() -> AbstractContextManager[None]:
+    """Assume element values inside, for arrays without elements.
+
+    >>> with abstract_values():
+    ...     uses_abstract_values()
+    True
+    """
+    return set_context(_is_supposed, True)
+
+
+def uses_abstract_values() -> bool:
+    """Return whether element values may be assumed here."""
+    return _is_supposed.get()

@@ -25,10 +25,9 @@ from reshard.spmd.core.operator import find_operator
 from reshard.spmd.graph import WITH_SHARDING, BodyCosts, Graph, Operation, Spec
 from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.strategies import assign_shardings, ranks_of
-from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.array_value import ArrayValue, may_view, moves_each_time
 from reshard.spmd.shards.operation_call import CompiledCall, Recorder, call, recording
 from reshard.spmd.shards.partial_sums import unsettled
-from reshard.spmd.shards.reshard_cache import may_view, moves_each_time
 from reshard.spmd.shards.runner import Runner, replicated, runner_for
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.document import trace_document

@@ -16,7 +16,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import UsageError
 from reshard.spmd import ShardedArray
-from reshard.spmd.shards.reshard_cache import ReshardCache, take_moved
+from reshard.spmd.shards.array_value import ReshardCache, take_moved
 from reshard.spmd.shards.runner import InProcess, Runner
 
 MESH = DeviceMesh.of(x=2, y=3)
@@ -206,10 +206,10 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first(counted: Counted) -> 
     arrays = [counted.rows() for _ in range(4)]
     target = spec(MESH, "-, -")
     # Six copies of 12 * 6 numbers of 8 bytes; two such are kept.
-    counted.runner.kept = ReshardCache(counted.runner, 2 * 6 * 576 + 100)
+    counted.runner.reshard_cache = ReshardCache(counted.runner, 2 * 6 * 576 + 100)
     for one in arrays:
         one.shard(target)
-    assert counted.runner.kept.size_bytes == 2 * 6 * 576
+    assert counted.runner.reshard_cache.size_bytes == 2 * 6 * 576
     counted.count = 0
     arrays[3].shard(target)
     arrays[2].shard(target)
@@ -219,17 +219,17 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first(counted: Counted) -> 
     arrays[2].shard(target)
     assert counted.count == 2
     # One above the bound is not kept at all.
-    counted.runner.kept = ReshardCache(counted.runner, 100)
+    counted.runner.reshard_cache = ReshardCache(counted.runner, 100)
     arrays[1].shard(target)
     arrays[1].shard(target)
-    assert (counted.count, counted.runner.kept.size_bytes) == (4, 0)
+    assert (counted.count, counted.runner.reshard_cache.size_bytes) == (4, 0)
 
 
 def test_what_is_kept_does_not_depend_on_when_arrays_are_freed() -> None:
     counts = []
     for collects in (False, True):
         counted = Counted("numpy")
-        counted.runner.kept = ReshardCache(counted.runner, 2 * 6 * 576 + 100)
+        counted.runner.reshard_cache = ReshardCache(counted.runner, 2 * 6 * 576 + 100)
         last = counted.rows()
         target = spec(MESH, "-, -")
         last.shard(target)
@@ -295,7 +295,7 @@ def test_written_shards_are_refused_over_processes() -> None:
 def test_threads_share_what_is_kept() -> None:
     counted = Counted("numpy")
     target = spec(MESH, "-, -")
-    counted.runner.kept = ReshardCache(counted.runner, 10 * 6 * 576)
+    counted.runner.reshard_cache = ReshardCache(counted.runner, 10 * 6 * 576)
     arrays = [counted.rows() for _ in range(30)]
     expected = arrays[0].to_dense().copy()
     move = counted.runner.movement(arrays[0].type, target)
@@ -306,5 +306,5 @@ def test_threads_share_what_is_kept() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(8)))
-    keeper = counted.runner.kept
-    assert keeper.size_bytes == sum(size for _, size in keeper._order) <= keeper.most_bytes
+    keeper = counted.runner.reshard_cache
+    assert keeper.size_bytes == sum(size for _, size in keeper._order) <= keeper.max_bytes
