@@ -3,7 +3,7 @@
     from reshard.spmd.nabla import DeviceMesh, DimSpec, Tensor
 
 Its documents name meshes and specs, arrays (`Tensor.ones(...).trace()`), templates of rules, the
-strategies of propagation, and the questions that an operation asks of its arguments: is one
+strategies of propagation, and the questions that an operation asks of its arguments: is any
 sharded, over which mesh, how is the result, which part is a device's. Arrays in shards ask and
 answer all of that themselves, at every operation.
 """

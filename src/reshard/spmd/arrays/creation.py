@@ -92,7 +92,7 @@ def full(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """An array filled with one number."""
+    """An array filled with a number."""
     check_device(device)
     sizes = read_shape(shape)
     with explain_errors(f"full of {fill_value!r}", "give one number"):

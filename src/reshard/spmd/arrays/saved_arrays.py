@@ -102,7 +102,7 @@ def save_async(
 
     The arrays of this moment are saved. Programs may free them (`donate=`); their memory
     stays until they are written. Do not write into their shards meanwhile. Over processes, the
-    first call makes a process group for saves, and one save ends before the next one begins: wait
+    first call makes a process group for saves, and a save ends before the next begins: wait
     for `result()` on every process.
 
     Returns:

@@ -224,7 +224,7 @@ def _as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
             "NumPy: the gradient would end there; give tensor.detach(), or keep shards of "
             "PyTorch: sp.running(sp.in_process('torch'))"
         )
-    # NumPy has no gradients, devices or lazy conjugates.
+    # NumPy lacks gradients, devices or lazy conjugates.
     plain = tensor.detach().cpu().resolve_conj()
     kind = as_dtype(tensor.dtype)
     found: np.ndarray[Any, Any]

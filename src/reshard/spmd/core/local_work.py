@@ -147,7 +147,7 @@ MakeLocal = Callable[[LocalWork], Function | list[Function]]
 
 
 def find_function(work: LocalWork, place: Any, name: str) -> Function:
-    """Return a library's function. Raises UsageError if it has no function of that name."""
+    """Return a library's function. Raises UsageError if it lacks a function of that name."""
     function: Function | None = getattr(place, name, None)
     if function is None:
         raise UsageError(f"operator {work.name!r} is none of {work.library.name}'s")

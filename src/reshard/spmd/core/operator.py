@@ -177,7 +177,7 @@ class Operator:
         pullback: the derivative: from the cotangents of the results to those of the operands.
         is_constant: whether results do not change with small changes of the operands, such as the
             results of comparisons.
-        no_pullback: why an operator that is not constant has no pullback.
+        no_pullback: why an operator that is not constant lacks a pullback.
         work: additions and multiplications, from the rule, the sizes of its factors on a rank, and
             the attributes.
         reads_part: whether it reads at most as many elements of its first operand as it writes.

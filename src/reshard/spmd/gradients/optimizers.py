@@ -40,10 +40,10 @@ State = dict[str, Any]
 
 
 def specs_over(parameters: Any, mesh: DeviceMesh, axis: str) -> Any:
-    """Return the shardings of parameters, each sharded over one more axis of the mesh.
+    """Return the shardings of parameters, each sharded over a further axis of the mesh.
 
     The axis is added to the first dimension that it divides evenly, after the axes that already
-    shard it. A parameter that has no such dimension, or that is sharded over the axis already,
+    shard it. A parameter without such a dimension, or that is sharded over the axis already,
     keeps its sharding.
 
     Args:

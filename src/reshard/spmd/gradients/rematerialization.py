@@ -27,7 +27,7 @@ def rematerialized(function: Function) -> Function:
 
     A decorator for layers (activation checkpointing): only the arguments of each layer stay in
     memory until the backward pass, which repeats the computation and the data movement inside.
-    Without a gradient, the decorator has no effect.
+    Without a gradient, the decorator does nothing.
 
     Args:
         function: a function of arrays, and of lists, tuples and dictionaries of them, which returns

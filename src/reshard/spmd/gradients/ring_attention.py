@@ -60,7 +60,7 @@ def _list_turns(q: Any, k: Any, shared: Attributes) -> Iterator[Attributes]:
 
 
 def _in_passing(x: Any) -> Any:
-    """Return the same array without a reshard cache: each part is needed for only one turn."""
+    """Return the same array without a reshard cache: each part is needed for a single turn."""
     return x if x.runner.is_abstract else type(x).given(x.type, x._shards, x.runner)
 
 

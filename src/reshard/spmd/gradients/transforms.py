@@ -45,7 +45,7 @@ def vjp(function: Function, *primals: Any, has_aux: bool = False) -> Any:
         argument.
 
     Raises:
-        UsageError: arguments of other element types, or an operator that has no derivative.
+        UsageError: arguments of other element types, or an operator without a derivative.
 
     >>> import reshard.spmd as sp
     >>> value, pullback = sp.vjp(lambda x: x * x, sp.array([1.0, 2.0]))
@@ -80,7 +80,7 @@ def value_and_grad(
 
     Raises, when it is called:
         UsageError: an argument that does not consist of real floating-point numbers, a value that
-            is not one such number, or an operator that has no derivative.
+            is not one such number, or an operator without a derivative.
 
     >>> import reshard.spmd as sp
     >>> loss, slope = sp.value_and_grad(lambda w: sp.sum(w * w))(sp.array([1.0, 3.0]))

@@ -149,7 +149,7 @@ def iinfo(type: Any, /) -> IntegerInfo:
 
 
 def isdtype(dtype: object, kind: Any) -> object:
-    """Whether a type equals another type, is of a kind, or is one of several.
+    """Whether a type equals another type, is of a kind, or is among several.
 
     Raises UsageError for an unknown kind.
     """

@@ -194,7 +194,7 @@ def _pass(g: Any, *_: Any) -> Any:
     return g
 
 
-# ---- Operators of one operand
+# ---- Unary operators
 
 
 abs: Function = _unary("abs", "The absolute value.", lambda g, x, r: g * sign(x))
@@ -303,7 +303,7 @@ trunc: Function = _unary(
 )
 
 
-# ---- Operators of two operands
+# ---- Binary operators
 
 
 add: Function = _binary("add", "The sum.", _pass, _pass, linear="each")
@@ -574,7 +574,7 @@ def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
 
 
 def _clip_kernel(work: LocalWork) -> Function:
-    """Return a kernel that limits numbers by one bound or two."""
+    """Return a kernel that limits numbers by a bound or two."""
     limit = work.library.namespace.clip
     if work.attributes["bounds"] == ("max",):
         return lambda x, most: limit(x, None, most)

@@ -19,7 +19,7 @@ from reshard.spmd.ops.movement import broadcast_to
 
 @of_arrays
 def full_like(x: Any, /, fill_value: Any, *, dtype: object = None, device: object = None) -> Any:
-    """An array filled with one number, with the shape and sharding of another."""
+    """An array filled with a number, with the shape and sharding of another."""
     check_device(device, x)
     wanted = x.dtype if dtype is None else as_dtype(dtype)
     value = _make_scalar(x, fill_value, wanted)

@@ -363,7 +363,7 @@ def meshgrid_rule(shapes: Sequence[Shape], indexing: str = "xy") -> Inferred:
     if indexing == "xy" and len(shapes) > 1:
         order[:2] = [1, 0]
     vectors = [[number] * len(shape) for number, shape in enumerate(shapes)]
-    # The product of a scalar's shape is 1: it spans a dimension of one element.
+    # The product of a scalar's shape is 1: it spans a dimension of size 1.
     return from_dims(
         vectors, [order] * len(shapes), shapes, sizes=dict(enumerate(map(math.prod, shapes)))
     )
@@ -845,7 +845,7 @@ for _name in ("zeros_like", "ones_like", "empty_like", "full_like"):
 def arange_rule(
     shapes: Sequence[Shape], start: float = 0, stop: float | None = None, step: float = 1, **_: Any
 ) -> Inferred:
-    """Numbers at equal steps, `start` being the end if there is no `stop`.
+    """Numbers at equal steps, `start` being the end without a `stop`.
 
     >>> arange_rule([], 2, 9, 3).result_shapes
     ((3,),)

@@ -56,7 +56,7 @@ class WindowReach:
 
     @property
     def is_still(self) -> bool:
-        """Whether each window is exactly one element, and each element has a window."""
+        """Whether each window is exactly an element, and each element has a window."""
         return (self.step, self.extent, self.before, self.count) == (1, 1, 0, self.size)
 
     def spanned_by(self, windows: Stretch) -> Stretch:
@@ -164,9 +164,9 @@ def stretches_of_space(
 
 
 def _join_stretches(some: Sequence[Stretch]) -> Stretch:
-    """Return a single interval unchanged, and several intervals as one of their total length.
+    """Return a single interval unchanged, and for several an interval of their total length.
 
-    Only windows of one element allow several intervals.
+    Only windows of a single element allow several intervals.
     """
     if len(some) == 1:
         return some[0]

@@ -92,7 +92,7 @@ def take_rule(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
     if axis is None and len(shape) != 1:
         raise SpecError(f"take of {shape} without an axis; say which axis the indices are of")
     place = axis_of(len(shape), axis or 0)
-    # All indices refer to the element of an axis of one.
+    # All indices refer to the single element of such an axis.
     looked_up = "k" if shape[place] != 1 else ""
     return from_pattern(
         "*a k *b, *i -> *a *i *b",
@@ -547,7 +547,8 @@ def _is_number(item: Any) -> bool:
 def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str = "set") -> Any:
     """Replace slices along an axis, at indices, by updates, or add the updates ("add").
 
-    `updates` have the indices' dimensions in the axis's place. Among equal indices, one is set.
+    `updates` have the indices' dimensions in the axis's place. Of updates at equal indices, any is
+    set.
 
     Raises ArrayIndexError, on every process, for an index that is out of range.
     """
@@ -618,7 +619,7 @@ def _scatter_kernel(work: LocalWork) -> Function | list[Function]:
             flat, values = flat[own] - start, values[own]
         if mode == "set":
             made[flat] = values
-        # `made[flat] += values` would add only one of several updates at equal indices.
+        # `made[flat] += values` would add a single update of those at equal indices.
         elif library.name == "numpy":
             space.add.at(made, flat, values)
         else:
@@ -640,7 +641,7 @@ def _pull_scatter(step: TapeStep, g: Any, number: int) -> Any:
     if number == 0:
         return call("scatter", (g, indices, zeros_like(updates)), {"axis": axis, "mode": "set"})
     found = call("take", (g, indices), {"axis": axis})
-    # Only one of several equal indices was set. The same scatter of numbers shows which.
+    # A single update of those at equal indices was set. The same scatter of numbers shows which.
     flat = reshape(indices, (-1,))
     numbers = whole(x, np.arange(flat.shape[0]))
     marks = whole(x, np.full(x.shape[axis], -1))

@@ -332,7 +332,7 @@ def _pull_determinant(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def _numbers(g: Any) -> Any:
-    """Return a number for each matrix, as matrices of one element."""
+    """Return a number for each matrix, as matrices of a single element."""
     return expand_dims(expand_dims(g, axis=-1), axis=-1)
 
 

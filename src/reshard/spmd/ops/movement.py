@@ -279,7 +279,7 @@ def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
 
 @of_arrays
 def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Any:
-    """Reshape in row-major order; one size may be -1.
+    """Reshape in row-major order; a size may be -1.
 
     Raises SpecError for another number of elements.
     """

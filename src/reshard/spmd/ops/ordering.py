@@ -414,7 +414,7 @@ def unique_all(x: Any, /) -> UniqueAll:
 
 
 def _find_unique(x: Any) -> UniqueAll:
-    """The result of `unique_all`, by NumPy in both libraries: PyTorch has no first indices."""
+    """The result of `unique_all`, by NumPy in both libraries: PyTorch lacks first indices."""
     library = x.runner.library
     values, indices, inverse, counts = np.unique(
         library.numpy(x.to_dense()),

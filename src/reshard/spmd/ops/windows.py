@@ -210,7 +210,7 @@ def _convolution_rule(
         # Of the results' sizes; strides and padding make the operand's sizes differ.
         **{f"s{dim}": size for dim, size in enumerate(places)},
     }
-    # A group is the major factor of each dimension that it is in. A depthwise kernel has one
+    # A group is the major factor of each dimension that it is in. A depthwise kernel has a
     # channel per group: its dimension of size 1 has no factor to share.
     batch = _name_factors("b", "n", sizes)
     inputs = "g" if groups > 1 and sizes["c"] == 1 else _name_factors("g", "c", sizes)
@@ -264,7 +264,7 @@ def _convolution_kernel(work: LocalWork) -> list[Function]:
             weights = kernel.reshape((groups, outputs // groups, each, *window))
             pixels = math.prod(counts)
             for places, slices in slice_windows(counts, window, strides, dilation):
-                # [batch, groups, channels a group, pixels], so that matmul is one product a group.
+                # [batch, groups, channels a group, pixels], so that matmul is a product per group.
                 part = x[(..., *slices)].reshape((x.shape[0], groups, each, pixels))
                 product = space.matmul(weights[(..., *places)], part)
                 found = found + product.reshape(found.shape)
@@ -639,7 +639,7 @@ def _infer_windows(
 ) -> Inferred:
     """Infer a result whose last dimensions have these sizes: of windows, or of elements."""
     dims, lead = range(len(shapes[0])), len(shapes[0]) - len(window)
-    # Windows of one element need no neighbours.
+    # Windows of a single element need no neighbours.
     moved = [lead + n for n in range(len(window)) if not _is_still(n, window, strides, padding)]
     return from_dims(
         [dims] * len(shapes), [dims], shapes, sizes=dict(enumerate(sizes, lead)), moved=moved

@@ -8,7 +8,7 @@ product of matrices, and attention of `g` groups of `r` heads::
 
 A word stands for a dimension, or for several:
 
-    i       a dimension of one factor
+    i       a dimension of a factor
     gr      a dimension of several factors, major to minor
     _       a dimension without a factor
     *b      any number of dimensions, `*_` without factors
@@ -243,7 +243,7 @@ def _read_pattern(pattern: str) -> tuple[Words, Words]:
     operands, results = (
         tuple(tuple(tensor.split()) for tensor in side.split(",")) for side in pattern.split("->")
     )
-    # Nothing before the arrow is no operand; an empty tensor has no dimensions.
+    # Without text before the arrow there are no operands; without text, a tensor is a scalar.
     return operands if pattern.split("->")[0].strip() else (), results
 
 

@@ -150,7 +150,7 @@ class Runner:
         """Let every rank do the same movements inside in the same order; `digest` identifies them.
 
         Enters with a function that begins a movement while the program computes, or None if the
-        runner has no such function; see `Begin`.
+        runner lacks such a function; see `Begin`.
         """
         return nullcontext()
 
