@@ -45,7 +45,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -111,8 +110,6 @@ _tables: WeakValueDictionary[tuple[CutRule, int, int], RunTable] = WeakValueDict
 
 class CutRule(Record):
     """The base class of cut rules."""
-
-    name: ClassVar[str]
 
     def table(self, length: int, parts: int) -> RunTable:
         """Return the run table of a dimension of `length` indices over `parts` parts.
@@ -184,7 +181,6 @@ class Ceil(CutRule):
     """
 
     unit: int = 1
-    name: ClassVar[str] = "unit"
 
     def __post_init__(self) -> None:
         set_number(self, "unit", "unit", minimum=1)
@@ -207,8 +203,6 @@ class Balanced(CutRule):
     [2, 2, 1, 1]
     """
 
-    name: ClassVar[str] = "balanced"
-
     def _cut(self, length: int, parts: int) -> RunTable:
         small, more = divmod(length, parts)
         return table_of_sizes(length, np.where(np.arange(parts) < more, small + 1, small))
@@ -228,7 +222,6 @@ class Sizes(CutRule):
     """
 
     sizes: tuple[int, ...]
-    name: ClassVar[str] = "sizes"
 
     def __post_init__(self) -> None:
         set_numbers(self, "sizes", "sizes")
@@ -261,7 +254,6 @@ class Windows(CutRule):
     """
 
     windows: tuple[tuple[int, int], ...]
-    name: ClassVar[str] = "windows"
 
     def __post_init__(self) -> None:
         set_number_lists(self, "windows", "window")
@@ -298,7 +290,6 @@ class Heads(CutRule):
     """
 
     count: int
-    name: ClassVar[str] = "heads"
 
     def __post_init__(self) -> None:
         set_number(self, "count", "heads", minimum=1)
@@ -336,7 +327,6 @@ class Padded(CutRule):
     """
 
     multiple: int = 1
-    name: ClassVar[str] = "pad"
 
     def __post_init__(self) -> None:
         set_number(self, "multiple", "multiple", minimum=1)
@@ -373,7 +363,6 @@ class Halo(CutRule):
     fresh: bool = False
     padded_edges: bool = False
     rule: CutRule = BY_CEIL
-    name: ClassVar[str] = "halo"
 
     def __post_init__(self) -> None:
         set_number(self, "before", "halo")
@@ -429,7 +418,6 @@ class Nested(CutRule):
     """
 
     levels: tuple[tuple[CutRule, int], ...]
-    name: ClassVar[str] = "nested"
 
     def _cut(self, length: int, parts: int) -> RunTable:
         expected = math.prod(count for _, count in self.levels)
@@ -468,7 +456,6 @@ class Strided(CutRule):
 
     stride: int
     local_lengths: tuple[int, ...] | None = None
-    name: ClassVar[str] = "stride"
 
     def __post_init__(self) -> None:
         set_number(self, "stride", "stride", minimum=1)
@@ -514,7 +501,6 @@ class Blocks(CutRule):
 
     sizes: tuple[int, ...]
     rule: CutRule = BY_CEIL
-    name: ClassVar[str] = "blocks"
 
     def __post_init__(self) -> None:
         set_numbers(self, "sizes", "blocks")
@@ -554,7 +540,6 @@ class Joined(CutRule):
 
     sizes: tuple[int, ...]
     rules: tuple[CutRule, ...]
-    name: ClassVar[str] = "joined"
 
     def __post_init__(self) -> None:
         set_numbers(self, "sizes", "blocks")
@@ -610,7 +595,6 @@ class Grouped(CutRule):
 
     size: int
     rule: CutRule = BY_CEIL
-    name: ClassVar[str] = "groups"
 
     def __post_init__(self) -> None:
         set_number(self, "size", "indices of a group", minimum=1)
@@ -653,7 +637,6 @@ class Pieces(CutRule):
     """
 
     pieces: tuple[tuple[int, ...], ...]
-    name: ClassVar[str] = "pieces"
 
     def __post_init__(self) -> None:
         set_number_lists(self, "pieces", "pieces")
@@ -699,7 +682,6 @@ class WholeBlocks(CutRule):
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...] | None = None
-    name: ClassVar[str] = "whole"
 
     def __post_init__(self) -> None:
         set_numbers(self, "sizes", "blocks")
@@ -735,7 +717,6 @@ class BlockCyclic(CutRule):
 
     block: int
     first: int = 0
-    name: ClassVar[str] = "cyclic"
 
     def __post_init__(self) -> None:
         set_number(self, "block", "block", minimum=1)
@@ -774,8 +755,6 @@ class Zigzag(CutRule):
     part 0: 2 x 2 from 0 every 6
     part 1: 4 from 2
     """
-
-    name: ClassVar[str] = "zigzag"
 
     def _cut(self, length: int, parts: int) -> RunTable:
         sizes = ceil_sizes(length, 2 * parts)

@@ -29,7 +29,7 @@ from reshard._records import Record
 from reshard.errors import PlanError, ShardError
 from reshard.execution.copies import CopyColumns
 from reshard.execution.engine import TensorRun, run
-from reshard.execution.memory import check_by_slot, sort_for_reading
+from reshard.execution.memory import BY_RANK, check_mapping, sort_for_reading
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis
@@ -323,7 +323,7 @@ def complete_shards(
 
     Raises ShardError for a rank that holds elements and has no array.
     """
-    check_by_slot(shards, "shards")
+    check_mapping(shards, "shards", BY_RANK)
     missing = [rank for rank in layout.holders if rank not in shards]
     if not missing:
         return shards

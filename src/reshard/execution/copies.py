@@ -227,15 +227,6 @@ def _cut_views(target: Storage, source: Storage) -> Iterator[tuple[Storage, Stor
         yield target[low : low + rows], source[low : low + rows]
 
 
-def available_threads() -> int:
-    """Return the number of processors of this process, the default number of threads.
-
-    >>> available_threads() >= 1
-    True
-    """
-    return count_processors()
-
-
 def check_threads(threads: int | None) -> int:
     """Return the number of threads; by default the available processors. Raises UsageError below 1.
 
@@ -245,7 +236,7 @@ def check_threads(threads: int | None) -> int:
     reshard.errors.UsageError: threads=0; expected at least 1, or None for one per processor
     """
     if threads is None:
-        return available_threads()
+        return count_processors()
     # True is an int to Python, but not a number of threads.
     is_number = isinstance(threads, int | np.integer) and not isinstance(threads, bool)
     if not is_number or threads < 1:

@@ -52,37 +52,22 @@ from reshard.execution.arrays import ArrayKind, Storage, check_reduction, kind_o
 from reshard.layout import Layout
 from reshard.system import advise_pages, has_large_pages
 
+BY_RANK = "give arrays by rank, such as {0: array}"
+BY_NAME = "give arrays by tensor and rank, such as {'w': {0: array}}"
 
-def check_by_slot(arrays: object, name: str) -> None:
-    """Raise ShardError unless arrays are given by rank.
 
-    >>> import numpy as np
-    >>> check_by_slot([np.zeros(2)], "out")
+def check_mapping(arrays: object, name: str, hint: str) -> None:
+    """Raise ShardError unless arrays are in a mapping; the `hint` is `BY_RANK` or `BY_NAME`.
+
+    Unlike `check_type`, the error omits the value: its arrays may be large.
+
+    >>> check_mapping([np.zeros(2)], "out", BY_RANK)
     Traceback (most recent call last):
         ...
     reshard.errors.ShardError: out is a list; give arrays by rank, such as {0: array}
     """
     if not isinstance(arrays, Mapping):
-        raise ShardError(
-            f"{name} is a {type(arrays).__name__}; give arrays by rank, such as {{0: array}}"
-        )
-
-
-def check_by_name(arrays: object, name: str) -> None:
-    """Raise ShardError unless arrays are given by tensor name.
-
-    >>> import numpy as np
-    >>> check_by_name([{0: np.zeros(2)}], "out")
-    Traceback (most recent call last):
-        ...
-    reshard.errors.ShardError: out is a list; give arrays by tensor and rank, such as {'w': {0:
-    array}}
-    """
-    if not isinstance(arrays, Mapping):
-        raise ShardError(
-            f"{name} is a {type(arrays).__name__}; give arrays by tensor and rank, such as "
-            "{'w': {0: array}}"
-        )
+        raise ShardError(f"{name} is a {type(arrays).__name__}; {hint}")
 
 
 def sort_for_reading(keys: Iterable[Any]) -> list[Any]:
@@ -116,7 +101,7 @@ def check_shards(
         dtype: the required dtype; any if None.
         target_reduction: the reduction of the target, if it is partial.
     """
-    check_by_slot(shards, f"shards{tensor}")
+    check_mapping(shards, f"shards{tensor}", BY_RANK)
     holders = [slot for slot in source.holders if slot in shards]
     # If the tensor has no elements, an array is needed for the type.
     needed = source.element_holders or source.holders[: not holders]
@@ -297,7 +282,7 @@ def given_storages(
     Raises:
         ShardError: an array that is missing, read-only, or of another shape, kind or dtype.
     """
-    check_by_slot(out, f"out{tensor}")
+    check_mapping(out, f"out{tensor}", BY_RANK)
     missing = [slot for slot in layout.element_holders if slot not in out]
     if missing:
         raise ShardError(

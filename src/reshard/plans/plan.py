@@ -118,20 +118,24 @@ class Plan(Interned):
     @property
     def moved_bytes(self) -> int:
         """Bytes that move between slots. Raises PlanError for a plan without a dtype."""
-        return self.moved_elements * self._itemsize_bytes("moved_bytes")
+        return self.moved_elements * self.expect_dtype("moved_bytes").itemsize_bytes
 
     @property
     def lower_bound_bytes(self) -> int:
         """The minimum bytes that any direct exchange moves. Raises PlanError without a dtype."""
-        return self.lower_bound_elements * self._itemsize_bytes("lower_bound_bytes")
+        return self.lower_bound_elements * self.expect_dtype("lower_bound_bytes").itemsize_bytes
 
-    def _itemsize_bytes(self, what: str) -> int:
+    def expect_dtype(self, what: str) -> DType:
+        """Return the dtype of the elements. Raises PlanError for a plan without a dtype.
+
+        `what` depends on it, for the error.
+        """
         if self.dtype is None:
             raise PlanError(
-                f"{what} of a plan without a dtype; give one: reshard.plan(source, target, "
-                "dtype='bfloat16'), or ask for elements"
+                f"{what} of a plan without a dtype; give it: reshard.plan(source, target, "
+                "dtype='bfloat16')"
             )
-        return self.dtype.itemsize_bytes
+        return self.dtype
 
     def estimate(self, topology: Topology) -> Estimate:
         """Estimate the seconds that the exchange takes, see `reshard.cost`.
@@ -140,13 +144,9 @@ class Plan(Interned):
             PlanError: a plan without a dtype.
             LayoutError: a rank outside the topology, or a link of unknown speed.
         """
-        if self.dtype is None:
-            raise PlanError(
-                "seconds of a plan without a dtype; give one: reshard.plan(source, target, "
-                "dtype='bfloat16')"
-            )
+        dtype = self.expect_dtype("seconds")
         if self.change.is_determined:
-            return estimate_change(self.change, self.dtype.itemsize_bytes, topology)
+            return estimate_change(self.change, dtype.itemsize_bytes, topology)
         return self.job.estimate(topology)
 
     def verify(self, transfers: Transfers | None = None) -> None:

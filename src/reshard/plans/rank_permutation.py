@@ -186,14 +186,9 @@ def _find_weights(job: Job | Plan) -> dict[LayoutChange, int]:
     """Return the bytes of an element of each layout change, summed over tensors."""
     if not isinstance(job, Job | Plan):
         raise PlanError(f"{job!r} is not a job; give a Job, or a plan with a dtype")
-    weights: dict[LayoutChange, int] = {}
     if isinstance(job, Plan):
-        if job.dtype is None:
-            raise PlanError(
-                "relabel for a plan without a dtype; give one: reshard.plan(source, target, "
-                "dtype='bfloat16')"
-            )
-        return {job.change: job.dtype.itemsize_bytes}
+        return {job.change: job.expect_dtype("relabel").itemsize_bytes}
+    weights: dict[LayoutChange, int] = {}
     for item in job.items:
         weights[item.change] = weights.get(item.change, 0) + item.dtype.itemsize_bytes
     return weights

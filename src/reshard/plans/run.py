@@ -16,7 +16,7 @@ from reshard.dtypes import DType
 from reshard.errors import ShardError
 from reshard.execution.copies import CopyColumns
 from reshard.execution.engine import TensorRun, run, run_slot
-from reshard.execution.memory import check_by_name, sort_for_reading
+from reshard.execution.memory import BY_NAME, check_mapping, sort_for_reading
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 
@@ -125,10 +125,10 @@ def _run_named(
     threads: int | None,
 ) -> dict[str, dict[int, Any]]:
     names = [name for name, *_ in changes]
-    check_by_name(arrays, "shards")
+    check_mapping(arrays, "shards", BY_NAME)
     _check_names(names, arrays, "")
     if out is not None:
-        check_by_name(out, "out")
+        check_mapping(out, "out", BY_NAME)
         _check_names(names, out, " in out")
     tensors = [
         TensorRun(
