@@ -262,9 +262,7 @@ class DocumentReader:
     ) -> Any:
         """Return a field of the document, or of an object in it, checked for its JSON type."""
         value = (self._document if of is None else of).get(name, default)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise NotationError(f"{name}: {value!r} is not a JSON {_JSON_NAMES[kind]}")
-        return value
+        return read_json(value, kind, name)
 
     def all_of(self, name: str, read: Callable[[Any, str], Value]) -> list[Value]:
         """Return the list in a field, with every entry read."""
@@ -288,9 +286,7 @@ class DocumentReader:
 
     def mesh(self, value: Any, where: str) -> DeviceMesh:
         """Read a mesh. Raises MeshError for an invalid mesh."""
-        if not isinstance(value, dict):
-            raise NotationError(f"{where}: {value!r} is not a JSON object")
-        axes = self.field("axes", list, of=value)
+        axes = self.field("axes", list, of=read_json(value, dict, where))
         if not all(isinstance(axis, list) and len(axis) == 2 for axis in axes):
             raise NotationError(f"{where}: {axes!r} is not a list of axes and sizes")
         devices = unpack_column(value.get("devices"), f"{where}.devices").tolist()
@@ -298,11 +294,8 @@ class DocumentReader:
         return DeviceMesh(name, [size for _, size in axes], [axis for axis, _ in axes], devices)
 
     def _read_layout(self, value: Any, where: str) -> Layout:
-        if not isinstance(value, dict):
-            raise NotationError(f"{where}: {value!r} is not a JSON object")
-        shape = [
-            read_int(size, f"{where}.shape", 0) for size in self.field("shape", list, of=value)
-        ]
+        read_json(value, dict, where)
+        shape = read_ints(value.get("shape"), f"{where}.shape", 0)
         tables = [
             self.chosen(self.tables, number, f"{where}.tables")
             for number in self.field("tables", list, of=value)
@@ -330,6 +323,21 @@ class DocumentReader:
         return Layout(shape, tables, slots, cells, part, carried, contributions, reduction)
 
 
+_JSON_NAMES: dict[type, str] = {list: "array", dict: "object", str: "string", int: "number"}
+
+
+def read_json(value: object, kind: type[Value], where: str) -> Value:
+    """Return `value`. Raises NotationError unless it is a JSON array, object, string or number.
+
+    >>> read_json({}, dict, "mesh")
+    {}
+    """
+    # True is an integer in Python.
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise NotationError(f"{where}: {value!r} is not a JSON {_JSON_NAMES[kind]}")
+    return value
+
+
 def read_ints(value: object, where: str, minimum: int = -MAX_NUMBER) -> tuple[int, ...]:
     """Return a list of integers. Raises NotationError for other values."""
     if not isinstance(value, list):
@@ -342,9 +350,6 @@ def read_strings(value: object, where: str) -> list[str]:
     if not isinstance(value, list) or not set(map(type, value)) <= {str}:
         raise NotationError(f"{where}: {value!r} is not a list of texts")
     return value
-
-
-_JSON_NAMES = {list: "array", dict: "object", str: "string", int: "number"}
 
 
 def read_dtype(value: object, where: str) -> DType:

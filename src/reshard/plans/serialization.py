@@ -39,6 +39,7 @@ from reshard.plans.documents import (
     pack_column,
     read_dtype,
     read_int,
+    read_json,
     unpack_column,
 )
 from reshard.plans.job import Job, JobItem
@@ -79,15 +80,14 @@ def read_job(reader: DocumentReader) -> Job:
         ReshardError: NotationError for an invalid document, or the errors of an invalid job.
     """
     plans = reader.all_of("plans", reader.change)
-    paths = reader.all_of("paths", _check_text)
+    paths = reader.all_of("paths", lambda path, where: read_json(path, str, where))
 
     def read(value: Any, where: str) -> JobItem:
         if not isinstance(value, list) or len(value) not in (2, 3):
             raise NotationError(f"{where}: {value!r} is not a name, a plan and maybe an object")
-        name, (plan, dtype) = _check_text(value[0], where), reader.chosen(plans, value[1], where)
-        special = value[2] if len(value) == 3 else {}
-        if not isinstance(special, dict):
-            raise NotationError(f"{where}: {special!r} is not a JSON object")
+        name = read_json(value[0], str, where)
+        plan, dtype = reader.chosen(plans, value[1], where)
+        special = read_json(value[2] if len(value) == 3 else {}, dict, where)
         # Tensors of several types may share a plan, which then has no dtype.
         width = read_dtype(special["dtype"], where) if "dtype" in special else dtype
         if width is None:
@@ -103,12 +103,6 @@ def read_job(reader: DocumentReader) -> Job:
     items = reader.all_of("items", read)
     sources = reader.field("sources", str, "balanced")
     return Job(items, sources)
-
-
-def _check_text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise NotationError(f"{where}: {value!r} is not a text")
-    return value
 
 
 def _write_binding(binding: Binding, paths: dict[str, int]) -> dict[str, Any]:
@@ -162,9 +156,8 @@ class _BindingReader:
     def __init__(
         self, reader: DocumentReader, value: Any, where: str, layout: Layout, paths: list[str]
     ) -> None:
-        if not isinstance(value, dict):
-            raise NotationError(f"{where}: {value!r} is not a JSON object")
-        self._reader, self._value, self._where = reader, value, where
+        self._reader, self._where = reader, where
+        self._value = read_json(value, dict, where)
         self._layout, self._paths = layout, paths
 
     def binding(self) -> Binding:
@@ -197,7 +190,7 @@ class _BindingReader:
             for path, start in zip(paths, starts, strict=True)
         ]
         names = self._reader.field("names", list, [], self._value)
-        named = [TensorName(_check_text(name, f"{self._where}.names")) for name in names]
+        named = [TensorName(read_json(name, str, f"{self._where}.names")) for name in names]
         # Each kind of address has its own columns; `kinds` is the kind of each address in order.
         of_kind: dict[int, Iterator[Address]] = {
             _RANK: iter(ranks),

@@ -40,6 +40,7 @@ from reshard.plans.documents import (
     read_dtype,
     read_int,
     read_ints,
+    read_json,
     read_strings,
     unpack_column,
 )
@@ -300,8 +301,7 @@ class _LayoutReader:
         return names
 
     def _read_rank(self, value: Any, where: str) -> RankLayout:
-        if not isinstance(value, dict):
-            raise NotationError(f"{where}: {value!r} is not a JSON object")
+        read_json(value, dict, where)
         names = self._names_of(value.get("names"), f"{where}.names")
         patterns = [
             self.reader.chosen(self.patterns, number, f"{where}.patterns")
@@ -342,8 +342,7 @@ class _LayoutReader:
         return self.known[key]
 
     def _read_pattern(self, value: Any, where: str) -> ParameterPattern:
-        if not isinstance(value, dict):
-            raise NotationError(f"{where}: {value!r} is not a JSON object")
+        read_json(value, dict, where)
         field = self.reader.field
         shape = read_ints(field("shape", list, of=value), f"{where}.shape", 0)
         dims = len(shape)

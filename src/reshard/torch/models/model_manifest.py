@@ -59,6 +59,7 @@ from reshard.plans.documents import (
     read_dtype,
     read_int,
     read_ints,
+    read_json,
     read_strings,
     unpack_column,
 )
@@ -795,8 +796,7 @@ def read_manifests(
 
 def _read_kind(reader: DocumentReader, value: Any, where: str) -> Entry:
     """Return what several tensors have in common."""
-    if not isinstance(value, dict):
-        raise NotationError(f"{where}: {value!r} is not a JSON object")
+    read_json(value, dict, where)
     dtype, shape = value.get("dtype"), value.get("shape")
     fields_read: dict[str, Any] = {
         "dtype": None if dtype is None else read_dtype(dtype, f"{where}.dtype").name,
@@ -841,18 +841,15 @@ def _read_parameter(value: Any, where: str) -> LocalParameter:
 def _read_fusion(value: Any, where: str) -> Fusion:
     values = _check_fields(value, Fusion, where)
     values["members"] = tuple(read_strings(values["members"], f"{where}.members"))
-    if not isinstance(values["when"], str):
-        raise NotationError(f"{where}.when: {values['when']!r} is not a text")
+    read_json(values["when"], str, f"{where}.when")
     return Fusion(**values)
 
 
 def _read_names(reader: DocumentReader, value: Any, where: str) -> MegatronNames:
-    if not isinstance(value, dict):
-        raise NotationError(f"{where}: {value!r} is not a JSON object")
+    read_json(value, dict, where)
     if "sizes" in value:
         sizes = _check_fields(value["sizes"], MegatronRanks, where)
-        if not isinstance(sizes["order"], str):
-            raise NotationError(f"{where}.order: {sizes['order']!r} is not a text")
+        read_json(sizes["order"], str, f"{where}.order")
         ranks: MegatronRanks | MegatronGrids = MegatronRanks(**sizes)
     else:
         grids = reader.field("grids", list, of=value)
