@@ -32,6 +32,22 @@ def dense_strides(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def are_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> bool:
+    """Return whether a tensor of these strides is stored row-major without gaps.
+
+    Strides of single indices do not matter.
+
+    >>> are_dense((1, 4), (7, 1)), are_dense((3, 4), (1, 3))
+    (True, False)
+    """
+    return 0 in shape or all(
+        size == 1 or stride == expected
+        for size, stride, expected in zip(
+            shape, strides, dense_strides(shape, itemsize), strict=True
+        )
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """The storage of a shard in memory: element `offset` and `strides`.
@@ -59,19 +75,8 @@ class View:
         return cls(offset, dense_strides(shape))
 
     def is_dense(self, shape: Sequence[int]) -> bool:
-        """Return whether a shard of `shape` is stored row-major without gaps.
-
-        Strides of single indices do not matter.
-
-        >>> View(0, (7, 1)).is_dense((1, 4)), View(0, (1, 3)).is_dense((3, 4))
-        (True, False)
-        """
-        return 0 in shape or all(
-            size == 1 or stride == expected
-            for size, stride, expected in zip(
-                shape, self.strides, dense_strides(shape), strict=True
-            )
-        )
+        """Return whether a shard of `shape` is stored row-major without gaps."""
+        return are_dense(shape, self.strides)
 
     def extent(self, shape: Sequence[int]) -> int:
         """Return the number of elements from the first of a shard of `shape` to its last.

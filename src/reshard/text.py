@@ -170,6 +170,21 @@ def first_text(things: Sequence[object], most: int, separator: str = ", ") -> st
     return separator.join(map(str, things[:most])) + more
 
 
+def near_text(name: str, known: Iterable[str]) -> str:
+    """Return a question about the known names that resemble a name; empty if there are none.
+
+    Case is ignored.
+
+    >>> near_text("lama", ["Llama", "mistral"]), near_text("x", ["Llama"])
+    ('did you mean Llama? ', '')
+    """
+    import difflib
+
+    folded = {other.casefold(): other for other in known}
+    near = [folded[match] for match in difflib.get_close_matches(name.casefold(), folded)]
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
 def first_lines(lines: Sequence[object], most: int) -> str:
     """Return the first of many lines, each indented on a line of its own, and how many more.
 

@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from reshard.binding import Binding, FileRange, View
+from reshard.binding import Binding, FileRange, View, are_dense
 from reshard.binding import dense_strides as dense_strides
 from reshard.layout import Box, Layout, flat_range_boxes
 
@@ -98,13 +98,7 @@ class Region(NamedTuple):
         >>> Region((0, 0), (1, 3), "file", 0, (9, 1)).is_dense()
         True
         """
-        shape = self.shape
-        return 0 in shape or all(
-            size == 1 or stride == expected
-            for size, stride, expected in zip(
-                shape, self.strides, dense_strides(shape, itemsize), strict=True
-            )
-        )
+        return are_dense(self.shape, self.strides, itemsize)
 
     def narrow(self, dimension: int, low: int, high: int) -> Region:
         """Return the part at `low:high` of a dimension, which must be inside the region."""

@@ -31,6 +31,7 @@ from reshard.recipes.expressions import Config, parse_expression
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.recipe_file import read_recipe
 from reshard.recipes.rules import Rule
+from reshard.text import near_text
 
 # The files of this folder are the recipes; they are not listed elsewhere.
 SHIPPED: Any = resources.files("reshard.recipes") / "shipped"
@@ -340,9 +341,8 @@ def _load_shipped(name: str) -> Recipe:
 
 def _describe_unknown(name: str) -> str:
     known = known_recipes()
-    near = difflib.get_close_matches(name.casefold(), known)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
     return (
-        f"unknown recipe {name!r}; {hint}The shipped recipes are {', '.join(known)}; write the "
-        f"path of a file of your own with its ending .toml{describe_broken(_load_added()[1])}"
+        f"unknown recipe {name!r}; {near_text(name, known)}The shipped recipes are "
+        f"{', '.join(known)}; write the path of a file of your own with its ending "
+        f".toml{describe_broken(_load_added()[1])}"
     )

@@ -16,7 +16,6 @@ Users add their own with `register_strategy`. Names are case-insensitive.
 
 from __future__ import annotations
 
-import difflib
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +29,7 @@ from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
 from reshard.recipes.library import choose_recipe, describe_unknown_model
 from reshard.recipes.recipe import Recipe
+from reshard.text import near_text
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]
 Config = Mapping[str, object]
@@ -116,13 +116,9 @@ def strategy(name: str) -> Strategy:
         raise RecipeError(f"a strategy named {name!r}; expected a text")
     result = _strategies.get(name.casefold())
     if result is None:
-        near = difflib.get_close_matches(name.casefold(), _strategies)
-        hint = (
-            f"did you mean {' or '.join(_strategies[key].name for key in near)}? " if near else ""
-        )
         raise RecipeError(
-            f"unknown strategy {name!r}; {hint}The known strategies are "
-            f"{', '.join(strategy_names())}; add your own with register_strategy"
+            f"unknown strategy {name!r}; {near_text(name, strategy_names())}The known strategies "
+            f"are {', '.join(strategy_names())}; add your own with register_strategy"
         )
     return result
 
