@@ -23,18 +23,9 @@ from typing import Any
 import numpy as np
 
 from reshard.dtypes import DType
+from reshard.execution import memory
 from reshard.execution.arrays import ArrayKind, Storage, identity, kind_of
 from reshard.execution.copies import Copy, CopyColumns, carry_out, check_threads
-from reshard.execution.memory import (
-    FreshMemory,
-    NamedStorage,
-    check_apart,
-    check_shards,
-    given_storages,
-    new_storages,
-    output_name,
-    source_storages,
-)
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.runs import PAD, distinct
@@ -141,13 +132,13 @@ class TensorRun:
     def find_sources(self) -> None:
         """Find the memory of the sources. Raises ShardError for arrays that do not match."""
         source, reduction = self.change.source, self.change.target.reduction
-        self.kind = check_shards(source, self.shards, self._label, self.dtype, reduction)
-        self.held = source_storages(source, self.kind, self.shards, self._label)
+        self.kind = memory.check_shards(source, self.shards, self._label, self.dtype, reduction)
+        self.held = memory.source_storages(source, self.kind, self.shards, self._label)
 
     def find_given_targets(self) -> None:
         """Find the memory of the arrays in `out`, if any. Raises ShardError as `find_sources`."""
         if self.out is not None:
-            self.fill(given_storages(self.change.target, self.kind, self.out, self._label))
+            self.fill(memory.given_storages(self.change.target, self.kind, self.out, self._label))
 
     def fill(self, filled: dict[int, Storage]) -> None:
         """Set the arrays of the target's slots."""
@@ -174,12 +165,12 @@ class TensorRun:
             return {slot: self.kind.array(storage) for slot, storage in self.filled.items()}
         return {slot: self.out[slot] for slot in self.filled if slot in self.out}
 
-    def name_outputs(self) -> Iterator[NamedStorage]:
+    def name_outputs(self) -> Iterator[memory.NamedStorage]:
         """Yield the arrays that are written, with their names in errors."""
         for slot, storage in self.filled.items():
-            yield output_name(slot, self._label), storage
+            yield memory.output_name(slot, self._label), storage
 
-    def name_sources(self) -> Iterator[NamedStorage]:
+    def name_sources(self) -> Iterator[memory.NamedStorage]:
         """Yield the arrays that are read, with their names in errors."""
         of = "the source of rank" if self.name is None else f"the source of {self.name!r} on rank"
         for slot, storage in self.held.items():
@@ -202,10 +193,10 @@ def run(tensors: Sequence[TensorRun], threads: int | None = None) -> list[dict[i
     """
     workers = check_threads(threads)
     check(tensors)
-    fresh = FreshMemory()
+    fresh = memory.FreshMemory()
     for tensor in tensors:
         if tensor.out is None:
-            tensor.fill(new_storages(tensor.change.target, tensor.kind, fresh))
+            tensor.fill(memory.new_storages(tensor.change.target, tensor.kind, fresh))
     fresh.find(workers)
     # The last step that may fail precedes all writes.
     stages = [tensor.stages() for tensor in tensors]
@@ -230,7 +221,9 @@ def check(tensors: Sequence[TensorRun]) -> None:
     # After all are found: an array may also overlap the array of another tensor.
     outputs = [named for tensor in tensors for named in tensor.name_outputs()]
     if outputs:
-        check_apart(outputs, (named for tensor in tensors for named in tensor.name_sources()))
+        memory.check_apart(
+            outputs, (named for tensor in tensors for named in tensor.name_sources())
+        )
 
 
 def run_slot(

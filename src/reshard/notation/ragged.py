@@ -38,16 +38,7 @@ from reshard._validation import check_ints
 from reshard.errors import NotationError
 from reshard.layout import Box, Layout, flat_range_boxes
 from reshard.mesh import DeviceMesh
-from reshard.notation.dtensor import (
-    PlacementCall,
-    Replicate,
-    as_placement,
-    is_numbers,
-    placement_of_call,
-    read_calls,
-    sharding_of_placements,
-    split_mesh,
-)
+from reshard.notation import dtensor
 from reshard.notation.parsing import reading
 from reshard.runs import Run, RunTable
 from reshard.sharding import ShardingSpec
@@ -136,10 +127,10 @@ def parse_ragged(
     with reading("placements", text):
         if shape is None:
             raise NotationError("the placements lack the tensor's shape; give a shape")
-        mesh, placed = split_mesh(text, mesh)
+        mesh, placed = dtensor.split_mesh(text, mesh)
         placements = [
-            _read_ragged(call) if call.name in _RAGGED_NAMES else placement_of_call(call)
-            for call in read_calls(placed)
+            _read_ragged(call) if call.name in _RAGGED_NAMES else dtensor.placement_of_call(call)
+            for call in dtensor.read_calls(placed)
         ]
         if mesh is None:
             if len(placements) != 1 or not isinstance(placements[0], RaggedShard):
@@ -148,10 +139,10 @@ def parse_ragged(
         return ragged_layout(mesh, placements, shape)
 
 
-def _read_ragged(call: PlacementCall) -> RaggedShard:
+def _read_ragged(call: dtensor.PlacementCall) -> RaggedShard:
     bound = call.bound("dims", "local_units", "split_factor")
     dims, units = bound.get("dims"), bound.get("local_units")
-    if not is_numbers(dims) or not is_numbers(units):
+    if not dtensor.is_numbers(dims) or not dtensor.is_numbers(units):
         raise NotationError(
             f"{call.name} needs dims and local_units, such as RaggedShard((0, 1), (1, 1, 0, 0)); "
             f"got {dims!r} and {units!r}"
@@ -218,7 +209,7 @@ def ragged_layout(mesh: DeviceMesh, placements: Iterable[object], shape: Sequenc
 
     >>> mesh = DeviceMesh.of(dp=2, tp=2)
     >>> shard = RaggedShard((0,), (1, 2))
-    >>> layout = ragged_layout(mesh, [shard, Replicate()], (6, 2))
+    >>> layout = ragged_layout(mesh, [shard, dtensor.Replicate()], (6, 2))
     >>> [layout.local_shape(rank) for rank in range(4)]
     [(2, 2), (2, 2), (4, 2), (4, 2)]
     """
@@ -228,14 +219,17 @@ def ragged_layout(mesh: DeviceMesh, placements: Iterable[object], shape: Sequenc
         raise NotationError(f"{len(ragged)} ragged shards among the placements; there must be one")
     ((number, shard),) = ragged
     # For the other placements, the ragged axis holds copies.
-    others = [Replicate() if n == number else as_placement(item) for n, item in enumerate(items)]
-    before = [str(item) for item in others[:number] if not isinstance(item, Replicate)]
+    others = [
+        dtensor.Replicate() if n == number else dtensor.as_placement(item)
+        for n, item in enumerate(items)
+    ]
+    before = [str(item) for item in others[:number] if not isinstance(item, dtensor.Replicate)]
     if before:
         raise NotationError(
             f"{before[0]} precedes {shard}, but is applied first in any position; put the ragged "
             "shard before all placements but Replicate()"
         )
-    spec = sharding_of_placements(mesh, others, len(shape))
+    spec = dtensor.sharding_of_placements(mesh, others, len(shape))
     if len(shard.dims) > len(shape):
         raise NotationError(
             f"{shard} flattens {len(shard.dims)} dimensions of a tensor of {len(shape)}"

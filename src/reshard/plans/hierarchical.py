@@ -40,28 +40,12 @@ from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.geometry.verification import check_ends, check_slots, verify_transfers
-from reshard.plans.broadcast_tree import (
-    STAGES,
-    Flows,
-    Reach,
-    across_hosts_bound_elements,
-    build_trees,
-    choose_reach,
-    find_flows,
-    find_stages,
-)
+from reshard.plans import broadcast_tree, schedule
 from reshard.plans.element_groups import ElementGroups, GroupBoxes, find_element_groups
 from reshard.plans.estimates import estimate_transfers
 from reshard.plans.fragments import Fragments, divide_flows
 from reshard.plans.job import Job, JobItem
 from reshard.plans.run import run_stages
-from reshard.plans.schedule import (
-    LATENCIES_COUNT_BYTES,
-    PARTS_LEFT,
-    count_parts,
-    find_pipeline_times,
-    pipeline_s,
-)
 from reshard.plans.source_selection import split_boxes
 from reshard.runs import IntArray, find_distinct, ragged_numbers, sum_by
 from reshard.topology import Topology
@@ -280,28 +264,28 @@ class StagedJob(Record):
         return divide_flows(self.job.items, self.topology, self.reach)
 
     @cached_property
-    def reach(self) -> Reach:
+    def reach(self) -> broadcast_tree.Reach:
         """The receivers that share a flow."""
-        return choose_reach(self.job.items, self.topology)
+        return broadcast_tree.choose_reach(self.job.items, self.topology)
 
     @cached_property
     def _stages(self) -> tuple[int, ...]:
         changes = dict.fromkeys(item.change for item in self.job.items)
-        return find_stages([self._find_flows(change) for change in changes])
+        return broadcast_tree.find_stages([self._find_flows(change) for change in changes])
 
     @property
     def stage_names(self) -> tuple[str, ...]:
         """The names of the stages, in order."""
-        return tuple(STAGES[stage] for stage in self._stages)
+        return tuple(broadcast_tree.STAGES[stage] for stage in self._stages)
 
     @cached_property
     def _item_begin(self) -> IntArray:
         return np.searchsorted(self.fragments.item, np.arange(len(self.job.items) + 1))
 
-    def _find_flows(self, change: LayoutChange) -> Flows:
-        return find_flows(change, self.topology, self.reach)
+    def _find_flows(self, change: LayoutChange) -> broadcast_tree.Flows:
+        return broadcast_tree.find_flows(change, self.topology, self.reach)
 
-    def _find_parts(self, item: JobItem) -> tuple[ElementGroups, Flows]:
+    def _find_parts(self, item: JobItem) -> tuple[ElementGroups, broadcast_tree.Flows]:
         return find_element_groups(item.change), self._find_flows(item.change)
 
     def transfers(self, item: int) -> StageTransfers:
@@ -347,7 +331,7 @@ class StagedJob(Record):
         exchange = [make_transfers(groups, boxes, source, flows.receiver[relay])]
 
         # The other receivers get each box from a receiver that has it, or from a source cell.
-        row, stage, sender, receiver = build_trees(flows, flow[of], relay)
+        row, stage, sender, receiver = broadcast_tree.build_trees(flows, flow[of], relay)
         is_direct = columns.is_direct[fragment][row]
         at = row[is_direct]
         second, into = columns.second_cell[fragment[at]], flows.receiver[receiver[is_direct]]
@@ -383,7 +367,9 @@ class StagedJob(Record):
             slot = item.change.target.cell_slot[flows.receiver]
             source = item.change.source.cell_slot
             size = (columns.stop[rows] - columns.first[rows]) * item.dtype.itemsize_bytes
-            row, _, sender, receiver = build_trees(flows, columns.flow[rows], columns.relay[rows])
+            row, _, sender, receiver = broadcast_tree.build_trees(
+                flows, columns.flow[rows], columns.relay[rows]
+            )
             sending = np.where(
                 columns.is_direct[rows][row], source[columns.second_cell[rows][row]], slot[sender]
             )
@@ -463,7 +449,7 @@ class StagedJob(Record):
         known: dict[LayoutChange, int] = {}
         for item in self.job.items:
             if item.change not in known:
-                known[item.change] = across_hosts_bound_elements(item.change, boxes)
+                known[item.change] = broadcast_tree.across_hosts_bound_elements(item.change, boxes)
         return sum(known[item.change] * item.dtype.itemsize_bytes for item in self.job.items)
 
     @cached_property
@@ -512,7 +498,7 @@ class StagedJob(Record):
     def _times(self) -> tuple[float, float, float, float]:
         # All stages but the last, which is within hosts, share the links between hosts.
         across = self._estimate_stages(range(len(self._stages) - 1), "across")
-        return find_pipeline_times(self.estimate(), across)
+        return schedule.find_pipeline_times(self.estimate(), across)
 
     @cached_property
     def parts(self) -> int:
@@ -525,14 +511,16 @@ class StagedJob(Record):
         links = [topology.within_host, topology.between_hosts]
         links += [topology.between_racks] if topology.racks > 1 else []
         if None in links:
-            return count_parts(float(self.received_bytes.max()), LATENCIES_COUNT_BYTES)
+            return schedule.count_parts(
+                float(self.received_bytes.max()), schedule.LATENCIES_COUNT_BYTES
+            )
         _, _, rest_s, latency_s = self._times
-        return count_parts(PARTS_LEFT * rest_s, latency_s)
+        return schedule.count_parts(schedule.PARTS_LEFT * rest_s, latency_s)
 
     @property
     def pipelined_s(self) -> float:
         """The seconds of all stages if they run at once. Raises as `estimate` does."""
-        return pipeline_s(*self._times, self.parts)
+        return schedule.pipeline_s(*self._times, self.parts)
 
     def run(self, shards: Mapping[str, Mapping[int, Array]]) -> dict[str, dict[int, Array]]:
         """Run all stages on arrays in this process: `{name: {rank: array}}` to the same.

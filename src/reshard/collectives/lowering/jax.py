@@ -29,27 +29,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from reshard.collectives.lowering.shardings import (
-    WholeAxes,
-    axes_dropped,
-    ceil_shape,
-    check_ceil,
-    lines_up,
-    part_length,
-    parts_of,
-    plain_shardings,
-)
+from reshard.collectives import steps
+from reshard.collectives.lowering import shardings
 from reshard.collectives.program import Program
-from reshard.collectives.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Exchange,
-    Permute,
-    ReduceScatter,
-    Slice,
-    Step,
-)
 from reshard.dtypes import DType
 from reshard.errors import NotationError
 from reshard.mesh import Axis
@@ -88,9 +70,9 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
         x = lax.all_to_all(x, ('y',), split_axis=1, concat_axis=0, tiled=True)
         return x
     """
-    specs = plain_shardings(program)
+    specs = shardings.plain_shardings(program)
     _check_specs(program, specs)
-    whole = WholeAxes(specs[0].mesh, specs, _SYSTEM)
+    whole = shardings.WholeAxes(specs[0].mesh, specs, _SYSTEM)
     specs = tuple(map(whole.spec, specs))
     # Contributions are indexed by an additional first dimension, of length 1 on each device.
     lines = ["x = x[0]"] if specs[0].partial_axes else []
@@ -145,14 +127,18 @@ def _check_specs(program: Program, specs: Sequence[ShardingSpec]) -> None:
                 f"{where} cannot be expressed in JAX: it leads to `{spec}` over devices in another "
                 "order or grid; a shard_map has one mesh, describe both sides over it"
             )
-        check_ceil(where, _SYSTEM, spec, program.shape)
+        shardings.check_ceil(where, _SYSTEM, spec, program.shape)
 
 
 def _write_numbered(
-    number: int, step: Step, before: ShardingSpec, after: ShardingSpec, whole: WholeAxes
+    number: int,
+    step: steps.Step,
+    before: ShardingSpec,
+    after: ShardingSpec,
+    whole: shardings.WholeAxes,
 ) -> tuple[list[str], list[str]]:
     """Return the tables and the lines of a step. Raises NotationError for a step that JAX lacks."""
-    if isinstance(step, Exchange):
+    if isinstance(step, steps.Exchange):
         raise NotationError(
             f"step {number}, {step}, cannot be expressed in JAX: it sends messages of any "
             "size between any ranks; JAX only has collectives of groups"
@@ -160,7 +146,7 @@ def _write_numbered(
     try:
         texts = _write_step(step, before, after)
     except NotationError as error:
-        if isinstance(step, ReduceScatter):
+        if isinstance(step, steps.ReduceScatter):
             raise NotationError(
                 f"step {number}, {step}, cannot be expressed in JAX: {error}"
             ) from error
@@ -168,7 +154,7 @@ def _write_numbered(
     if texts is not None:
         return [], texts
     axes = whole.names(step.axes)
-    if isinstance(step, Permute):
+    if isinstance(step, steps.Permute):
         axes = whole.names(before.mesh.remaining_axes(before.partial_axes))
     return (
         _write_tables(number, step, before),
@@ -184,7 +170,10 @@ def padded_shape(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     >>> padded_shape(spec(DeviceMesh.of(x=4), "x, -"), (10, 3))
     (12, 3)
     """
-    return tuple(part_length(spec, shape, dim) * parts_of(spec, dim) for dim in range(len(shape)))
+    return tuple(
+        shardings.part_length(spec, shape, dim) * shardings.parts_of(spec, dim)
+        for dim in range(len(shape))
+    )
 
 
 def _explain_padding(specs: tuple[ShardingSpec, ...], shape: tuple[int, ...]) -> list[str]:
@@ -210,34 +199,34 @@ def _write_entries(spec: ShardingSpec) -> str:
     return f"P({', '.join(_list_names(axes) if axes else 'None' for axes in dims)})"
 
 
-def _write_step(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] | None:
+def _write_step(step: steps.Step, before: ShardingSpec, after: ShardingSpec) -> list[str] | None:
     """Return the lines of a step that is a collective of JAX, or None if it needs tables."""
-    if isinstance(step, AllReduce):
+    if isinstance(step, steps.AllReduce):
         return [_write_all_reduce(before, after)]
-    if isinstance(step, Permute):
-        if ceil_shape(before, step.shape) != ceil_shape(after, step.shape):
+    if isinstance(step, steps.Permute):
+        if shardings.ceil_shape(before, step.shape) != shardings.ceil_shape(after, step.shape):
             return None
         index = {rank: number for number, rank in enumerate(before.mesh.devices)}
         pairs = [(index[a], index[b]) for a, b in step.pairs]
         return [f"x = lax.ppermute(x, {before.mesh.axis_names}, {pairs})"]
-    if isinstance(step, AllToAll):
+    if isinstance(step, steps.AllToAll):
         return _write_all_to_all(step, before, after)
-    if not isinstance(step, AllGather | Slice | ReduceScatter):
+    if not isinstance(step, steps.AllGather | steps.Slice | steps.ReduceScatter):
         return None
     lines: list[str] = []
     # The axes of `short` are a prefix of those of `long`: a gather removes axes, the others add.
-    short, long = (after, before) if isinstance(step, AllGather) else (before, after)
+    short, long = (after, before) if isinstance(step, steps.AllGather) else (before, after)
     for dim in range(len(step.shape)):
-        axes = axes_dropped(short, long, dim)
-        if axes and not lines_up(short, long, step.shape, dim):
+        axes = shardings.axes_dropped(short, long, dim)
+        if axes and not shardings.lines_up(short, long, step.shape, dim):
             return None
-        if axes and isinstance(step, AllGather):
+        if axes and isinstance(step, steps.AllGather):
             lines.append(f"x = lax.all_gather(x, {_list_names(axes)}, axis={dim}, tiled=True)")
             lines += _write_cut(short, long, step.shape, dim)
         elif axes:
             lines += _write_padding(short, long, step.shape, dim)
-            length = part_length(long, step.shape, dim)
-            if isinstance(step, Slice):
+            length = shardings.part_length(long, step.shape, dim)
+            if isinstance(step, steps.Slice):
                 start = f"lax.axis_index({_list_names(axes)}) * {length}"
                 lines.append(f"x = lax.dynamic_slice_in_dim(x, {start}, {length}, axis={dim})")
             else:
@@ -247,8 +236,10 @@ def _write_step(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[s
 
 def _count_excess(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int) -> int:
     """Count by how much the parts of `long` together exceed the part of `short` they form."""
-    count = parts_of(long, dim) // parts_of(short, dim)
-    return count * part_length(long, shape, dim) - part_length(short, shape, dim)
+    count = shardings.parts_of(long, dim) // shardings.parts_of(short, dim)
+    return count * shardings.part_length(long, shape, dim) - shardings.part_length(
+        short, shape, dim
+    )
 
 
 def _write_padding(
@@ -262,19 +253,21 @@ def _write_padding(
 def _write_cut(
     short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int
 ) -> list[str]:
-    length = part_length(short, shape, dim)
+    length = shardings.part_length(short, shape, dim)
     is_longer = _count_excess(short, long, shape, dim) > 0
     return [f"x = lax.slice_in_dim(x, 0, {length}, axis={dim})"] if is_longer else []
 
 
-def _write_all_to_all(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] | None:
+def _write_all_to_all(
+    step: steps.Step, before: ShardingSpec, after: ShardingSpec
+) -> list[str] | None:
     giver, taker = step.dims
-    axes = axes_dropped(after, before, giver)
+    axes = shardings.axes_dropped(after, before, giver)
     # A step that changes the order of its axes needs tables.
-    if axes != axes_dropped(before, after, taker):
+    if axes != shardings.axes_dropped(before, after, taker):
         return None
     ends = ((after, before, giver), (before, after, taker))
-    if not all(lines_up(short, long, step.shape, dim) for short, long, dim in ends):
+    if not all(shardings.lines_up(short, long, step.shape, dim) for short, long, dim in ends):
         return None
     return [
         *_write_padding(before, after, step.shape, taker),
@@ -308,7 +301,7 @@ def _write_scatter(axes: tuple[Axis, ...], before: ShardingSpec, dim: int) -> li
     ]
 
 
-def _write_tables(number: int, step: Step, before: ShardingSpec) -> list[str]:
+def _write_tables(number: int, step: steps.Step, before: ShardingSpec) -> list[str]:
     """Return tables of the offsets of pieces in the shards of senders and receivers, and sizes.
 
     Tables have shape `(devices, group, dims)`; sizes are 0 for no piece.
@@ -348,13 +341,13 @@ def _write_tables(number: int, step: Step, before: ShardingSpec) -> list[str]:
 
 
 def _write_joint(
-    number: int, step: Step, before: ShardingSpec, after: ShardingSpec, axes: Sequence[str]
+    number: int, step: steps.Step, before: ShardingSpec, after: ShardingSpec, axes: Sequence[str]
 ) -> list[str]:
     """Return lines in which every device sends windows as large as the largest piece.
 
     Shards are padded by a window, because JAX shifts a window that extends beyond the end.
     """
-    local = ceil_shape(after, step.shape)
+    local = shardings.ceil_shape(after, step.shape)
     # The mask of the piece within its window.
     within = " & ".join(
         f"(lax.broadcasted_iota(int, piece_{number}, {dim}) < size[{dim}])"

@@ -51,26 +51,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard._records import Record
-from reshard.collectives.lowering.shardings import (
-    WholeAxes,
-    axes_dropped,
-    ceil_shape,
-    check_ceil,
-    lines_up,
-    part_length,
-    plain_shardings,
-    with_own_mesh_names,
-)
+from reshard.collectives import steps
+from reshard.collectives.lowering import shardings
 from reshard.collectives.program import Program
-from reshard.collectives.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Permute,
-    ReduceScatter,
-    Slice,
-    Step,
-)
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import NotationError
@@ -289,13 +272,13 @@ tensor<2x6xi8> -> tensor<6x2xi8>
 def shard_module(program: Program, dtype: DType | str = "float32") -> ShardModule:
     """Return the module as a value. Raises NotationError as `mlir_module` does."""
     element = element_text(dtype, _SYSTEM)
-    specs = with_own_mesh_names(plain_shardings(program))
+    specs = shardings.with_own_mesh_names(shardings.plain_shardings(program))
     for number, spec in enumerate(specs):
         where = f"step {number}, {program.steps[number - 1]}," if number else "the source"
         mlir_mesh_text(spec.mesh)
-        check_ceil(where, _SYSTEM, spec, program.shape)
+        shardings.check_ceil(where, _SYSTEM, spec, program.shape)
     meshes = {
-        mesh: WholeAxes(mesh, [spec for spec in specs if spec.mesh is mesh], _SYSTEM)
+        mesh: shardings.WholeAxes(mesh, [spec for spec in specs if spec.mesh is mesh], _SYSTEM)
         for mesh in dict.fromkeys(spec.mesh for spec in specs)
     }
     specs = [meshes[spec.mesh].spec(spec) for spec in specs]
@@ -325,7 +308,7 @@ class _ModuleWriter:
         self.here, self.type = "0", self.whole
         self._count = 0
         self._annotate(source)
-        own = TensorType(ceil_shape(source, shape), element)
+        own = TensorType(shardings.ceil_shape(source, shape), element)
         self.change("builtin.unrealized_conversion_cast", own)
 
     def add(
@@ -390,34 +373,34 @@ class _ModuleWriter:
         numbers = _axis_numbers(spec, axes)
         self.change(name, after, grid=spec.mesh.name, grid_axes=numbers, **attributes)
 
-    def step(self, step: Step, before: ShardingSpec, after: ShardingSpec) -> None:
+    def step(self, step: steps.Step, before: ShardingSpec, after: ShardingSpec) -> None:
         """Append the operations of a step. Raises NotationError if the dialect has none."""
         reduction = REDUCTIONS[before.reduction or "sum"]
-        if isinstance(step, Permute):
+        if isinstance(step, steps.Permute):
             self._permute(step, before, after)
-        elif isinstance(step, AllReduce):
+        elif isinstance(step, steps.AllReduce):
             reduced = [axis for axis in before.partial_axes if axis not in after.partial_axes]
             self.collective("shard.all_reduce", before, reduced, self.type, reduction=reduction)
-        elif isinstance(step, AllToAll):
+        elif isinstance(step, steps.AllToAll):
             self._all_to_all(step, before, after)
-        elif isinstance(step, AllGather):
+        elif isinstance(step, steps.AllGather):
             for dim in range(len(self.shape)):
-                axes = axes_dropped(after, before, dim)
+                axes = shardings.axes_dropped(after, before, dim)
                 if axes:
                     longer = self._find_gathered_type(before, axes, dim)
                     self.collective("shard.all_gather", before, axes, longer, gather_axis=dim)
                     self._check_lines_up(after, before, dim)
-                    self.truncate(dim, part_length(after, self.shape, dim))
-        elif isinstance(step, Slice | ReduceScatter):
+                    self.truncate(dim, shardings.part_length(after, self.shape, dim))
+        elif isinstance(step, steps.Slice | steps.ReduceScatter):
             for dim in range(len(self.shape)):
-                axes = axes_dropped(before, after, dim)
+                axes = shardings.axes_dropped(before, after, dim)
                 if axes:
                     self._check_lines_up(before, after, dim)
-                    length = part_length(after, self.shape, dim)
+                    length = shardings.part_length(after, self.shape, dim)
                     # The dialect splits evenly: all parts are padded to the length of the first.
                     self.pad(dim, length * _count_devices(before, axes))
                     part = self.type.resized(dim, length)
-                    if isinstance(step, Slice):
+                    if isinstance(step, steps.Slice):
                         self.collective("shard.all_slice", before, axes, part, slice_axis=dim)
                     else:
                         self.collective(
@@ -439,29 +422,29 @@ class _ModuleWriter:
         return self.type.resized(dim, self.type.shape[dim] * _count_devices(spec, axes))
 
     def _check_lines_up(self, short: ShardingSpec, long: ShardingSpec, dim: int) -> None:
-        if not lines_up(short, long, self.shape, dim):
+        if not shardings.lines_up(short, long, self.shape, dim):
             raise NotationError(
                 f"the parts of `{long}` along dimension {dim} are not parts of those of `{short}`"
             )
 
-    def _all_to_all(self, step: Step, before: ShardingSpec, after: ShardingSpec) -> None:
+    def _all_to_all(self, step: steps.Step, before: ShardingSpec, after: ShardingSpec) -> None:
         giver, taker = step.dims
-        axes = axes_dropped(after, before, giver)
-        if axes != axes_dropped(before, after, taker):
+        axes = shardings.axes_dropped(after, before, giver)
+        if axes != shardings.axes_dropped(before, after, taker):
             raise NotationError("it changes the order of its axes; the order must be kept")
         self._check_lines_up(after, before, giver)
         self._check_lines_up(before, after, taker)
-        length = part_length(after, self.shape, taker)
+        length = shardings.part_length(after, self.shape, taker)
         self.pad(taker, length * _count_devices(before, axes))
         moved = self._find_gathered_type(before, axes, giver).resized(taker, length)
         self.collective(
             "shard.all_to_all", before, axes, moved, split_axis=taker, concat_axis=giver
         )
-        self.truncate(giver, part_length(after, self.shape, giver))
+        self.truncate(giver, shardings.part_length(after, self.shape, giver))
 
-    def _permute(self, step: Permute, before: ShardingSpec, after: ShardingSpec) -> None:
+    def _permute(self, step: steps.Permute, before: ShardingSpec, after: ShardingSpec) -> None:
         """Append messages in which every process sends its shard, and receives another."""
-        if ceil_shape(after, self.shape) != self.type.shape:
+        if shardings.ceil_shape(after, self.shape) != self.type.shape:
             raise NotationError(
                 f"the shards of `{after}` have another shape than those of `{before}`; a permute "
                 "needs equal shards"

@@ -20,22 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from reshard.collectives import steps
+from reshard.collectives.lowering import shardings
 from reshard.collectives.lowering.mlir import TensorType, element_text
-from reshard.collectives.lowering.shardings import (
-    axes_dropped,
-    plain_shardings,
-    with_own_mesh_names,
-)
 from reshard.collectives.program import Program
-from reshard.collectives.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Permute,
-    ReduceScatter,
-    Slice,
-    Step,
-)
 from reshard.dtypes import DType
 from reshard.errors import NotationError
 from reshard.mesh import Axis, DeviceMesh
@@ -75,7 +63,7 @@ def shardy_module(
     }
     """
     tensor = TensorType(program.shape, element_text(dtype, "Shardy"))
-    specs = with_own_mesh_names(plain_shardings(program))
+    specs = shardings.with_own_mesh_names(shardings.plain_shardings(program))
     for spec in (specs[0], specs[-1]):
         _SUMS.check(spec)
     lines = [f"  {shardy_mesh_text(mesh)}" for mesh in dict.fromkeys(s.mesh for s in specs)]
@@ -97,10 +85,10 @@ def shardy_module(
     return "\n".join(["module {", *lines])
 
 
-def _write_operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> str:
+def _write_operation(step: steps.Step, before: ShardingSpec, after: ShardingSpec) -> str:
     """Return the operation and its axes. Raises NotationError if Shardy has none."""
     mesh, target_mesh = before.mesh, after.mesh
-    if isinstance(step, Permute):
+    if isinstance(step, steps.Permute):
         if (mesh.shape, mesh.axis_names) != (target_mesh.shape, target_mesh.axis_names):
             raise NotationError(
                 f"its meshes {mesh.text} and {target_mesh.text} have different axes; describe both "
@@ -112,19 +100,19 @@ def _write_operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> s
             f"the meshes {mesh.text} and {target_mesh.text} have other devices or axes, which only "
             "a permute may have; describe both sides over one of them"
         )
-    if isinstance(step, AllReduce):
+    if isinstance(step, steps.AllReduce):
         reduced = _join_axes(mesh, in_mesh_order(mesh, step.axes))
         return f"all_reduce {_write_axes(reduced)}"
-    if isinstance(step, Slice | ReduceScatter):
-        word = "all_slice" if isinstance(step, Slice) else "reduce_scatter"
+    if isinstance(step, steps.Slice | steps.ReduceScatter):
+        word = "all_slice" if isinstance(step, steps.Slice) else "reduce_scatter"
         return f"{word} {_write_axis_lists(before, after)}"
-    if isinstance(step, AllGather):
+    if isinstance(step, steps.AllGather):
         return f"all_gather {_write_axis_lists(after, before)}"
-    if isinstance(step, AllToAll):
+    if isinstance(step, steps.AllToAll):
         giver, taker = step.dims
         # Shardy's operation keeps the order of the axes that it moves.
-        moved = axes_dropped(after, before, giver)
-        if moved == axes_dropped(before, after, taker):
+        moved = shardings.axes_dropped(after, before, giver)
+        if moved == shardings.axes_dropped(before, after, taker):
             return f"all_to_all [{_write_axes(moved)}: {giver}->{taker}]"
         raise NotationError("it changes the order of its axes; the order must be kept")
     raise NotationError(
@@ -140,7 +128,7 @@ def _join_axes(mesh: DeviceMesh, axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 def _write_axis_lists(short: ShardingSpec, long: ShardingSpec) -> str:
     dims = range(len(short.dim_specs))
-    return f"[{', '.join(_write_axes(axes_dropped(short, long, dim)) for dim in dims)}]"
+    return f"[{', '.join(_write_axes(shardings.axes_dropped(short, long, dim)) for dim in dims)}]"
 
 
 def _write_axes(axes: Iterable[Axis]) -> str:
