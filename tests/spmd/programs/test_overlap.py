@@ -118,7 +118,7 @@ def operators(traced: Trace) -> Counter[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_pieces_give_the_same(name: str) -> None:
     traced, given = traced_of(CASES[name], topology=machine())
-    found = decompose(traced, "nccl")
+    found = decompose(traced)
     assert found is not None
     products = operators(found)["matmul"] + operators(found)["einsum"]
     assert products > operators(traced)["matmul"] + operators(traced)["einsum"]
@@ -134,7 +134,7 @@ def test_pieces_give_the_same(name: str) -> None:
 def test_any_function_gives_the_same(case: Traced, strategy: str) -> None:
     topology = machine()
     traced = sp.trace(case.function, *case.types(), strategy=strategy, topology=topology)
-    found = decompose(traced, "nccl")
+    found = decompose(traced)
     if found is None:
         return
     assert found.moved_bytes == traced.moved_bytes
@@ -156,7 +156,7 @@ def test_pieces_of_even_sizes_are_found_among_them() -> None:
     specs = over(MESH, "x, -", "-, y", "-, y", "-, y")
     case = attention, ((24, 12), (12, 12), (12, 12), (12, 12)), specs
     traced, given = traced_of(case, topology=machine())
-    found = decompose(traced, "nccl")
+    found = decompose(traced)
     assert found is not None
     assert operators(found)["matmul"] > operators(traced)["matmul"]
     expected = traced.run(*given).to_dense()
@@ -167,7 +167,7 @@ def test_pieces_of_even_sizes_are_found_among_them() -> None:
 def test_the_model_decides(name: str) -> None:
     case = CASES[name]
     traced, _ = traced_of(case, topology=machine())
-    whole, found = estimate_overlap(traced, 1, "nccl"), overlapped(traced, 1, "nccl")
+    whole, found = estimate_overlap(traced, 1), overlapped(traced, 1)
     assert found.overlapped_s is not None and whole.overlapped_s is not None
     # Never slower; where products are all there is, quicker.
     assert found.overlapped_s <= whole.overlapped_s
@@ -179,7 +179,7 @@ def test_the_model_decides(name: str) -> None:
         Topology.of(hosts=1, ranks_per_host=6, within_host=Link(1e6)),
         None,
     ):
-        assert decompose(traced_of(case, topology=topology)[0], "nccl") is None
+        assert decompose(traced_of(case, topology=topology)[0]) is None
 
 
 def test_a_program_is_in_pieces_over_processes_alone() -> None:
@@ -234,7 +234,7 @@ def arguments() -> tuple[list[Any], Any]:
 @pytest.mark.parametrize("case", FUNCTIONS, ids=lambda case: case.name)
 def test_steps_hold_no_more_than_operations(case: Traced, strategy: str) -> None:
     traced = sp.jit(case.function, strategy=strategy).trace(*case.types())
-    by_steps = estimate_overlap(traced, 0, "nccl")
+    by_steps = estimate_overlap(traced, 0)
     for rank, size in by_steps.peak_bytes.items():
         # Operands that move are freed when they are read, not when all of the operation is done.
         assert 0.7 * traced.peak_bytes[rank] <= size <= traced.peak_bytes[rank]

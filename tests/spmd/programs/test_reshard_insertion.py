@@ -18,9 +18,11 @@ from spmd.traced_functions import FUNCTIONS, Traced
 @pytest.mark.parametrize("one", FUNCTIONS, ids=lambda one: one.name)
 def test_all_that_moves_is_an_operation(one: Traced, strategy: str) -> None:
     traced = sp.trace(one.function, *one.types(), strategy=strategy)
-    graph, estimates = insert_reshards(traced)
-    assert [known for known in estimates if known is not None] == list(traced.operations)
-    found = trace_graph(graph, strategy)
+    inserted = insert_reshards(traced.graph, is_final=False)
+    places = zip(inserted.graph.operations, inserted.places, strict=True)
+    operators = [place for operation, place in places if operation.target is None]
+    assert operators == [n for n, x in enumerate(traced.graph.operations) if x.target is None]
+    found = trace_graph(inserted.graph, strategy)
     assert found.moved_bytes == traced.moved_bytes
     assert found.outputs == traced.outputs
     for operation in found.operations:

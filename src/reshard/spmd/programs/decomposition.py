@@ -43,7 +43,7 @@ NO_RULE = OpShardingRule([], [], [])
 """Stands for the rule of an operation whose operands are not known yet."""
 
 
-def decompose(traced: Trace, library: str) -> Trace | None:
+def decompose(traced: Trace) -> Trace | None:
     """Trace the function with products in pieces; None if that is not faster.
 
     This is decided for each reshard separately, by the trace's topology and its devices. Without
@@ -52,12 +52,17 @@ def decompose(traced: Trace, library: str) -> Trace | None:
     topology = traced.topology
     if topology is None or topology.device is None:
         return None
-    graph, estimates = insert_reshards(traced)
-    chosen = _PieceSearch(graph, estimates, topology, library).run()
+    inserted = insert_reshards(traced.graph, is_final=False)
+    graph = inserted.graph
+    estimates = [
+        None if operation.target is not None else traced.operations[place]
+        for operation, place in zip(graph.operations, inserted.places, strict=True)
+    ]
+    chosen = _PieceSearch(graph, estimates, topology, traced.library).run()
     if not chosen:
         return None
     graph = _PieceWriter(graph, estimates, chosen).run()
-    return trace_graph(graph, traced.strategy, topology, library)
+    return trace_graph(graph, traced.strategy, topology, traced.library)
 
 
 class _Pieces(NamedTuple):

@@ -66,7 +66,6 @@ def trace_within(
     name: str,
     strategy: str,
     limit: int,
-    library: str,
 ) -> Trace:
     """Return the trace of a function in a placement that keeps a limit on every rank.
 
@@ -76,7 +75,6 @@ def trace_within(
         name: of the function, for errors.
         strategy: that was asked for.
         limit: the most bytes of `Trace.peak_bytes` on any rank.
-        library: whose collectives take the time.
 
     Raises PlanError where nothing that is found keeps it.
     """
@@ -92,7 +90,7 @@ def trace_within(
     if fitting:
         return min(fitting, key=lambda one: one.moved_bytes)
     for one in (first, *sorted(others, key=_peak)):
-        again = recompute(one, limit, library)
+        again = recompute(one, limit)
         if again is not None and _peak(finished := finish(again)) <= limit:
             return finished
     raise PlanError(_describe(name, asked, placed, limit))
@@ -327,7 +325,7 @@ class JittedFunction:
             donated = [graph.arguments[place] for place in places]
             if self._overlap and moves_beside:
                 limit = self._live_bytes
-                return overlapped(traced, self._overlap, self._library, donated, limit)
+                return overlapped(traced, self._overlap, donated, limit)
             if not donated or any(one.may_stop for one in traced.operations):
                 return traced
             ranks, operations = traced.ranks, traced.operations
@@ -336,8 +334,7 @@ class JittedFunction:
 
         if self._live_bytes is None:
             return finish(trace_by(self._strategy))
-        name, library = repr(self), self._library
-        return trace_within(trace_by, finish, name, self._strategy, self._live_bytes, library)
+        return trace_within(trace_by, finish, repr(self), self._strategy, self._live_bytes)
 
     @property
     def traced_count(self) -> int:

@@ -12,7 +12,7 @@ faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,11 @@ import numpy as np
 
 from reshard.errors import UsageError
 from reshard.runs import IntArray
-from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.graph import Graph
 from reshard.spmd.programs.decomposition import decompose
-from reshard.spmd.programs.program import Preparation
-from reshard.spmd.programs.steps import Action, ProgramStep
+from reshard.spmd.programs.program import make_steps
+from reshard.spmd.programs.reshard_insertion import insert_reshards
+from reshard.spmd.programs.steps import Action, ProgramStep, overlapped_order
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.estimates import (
     InsertedReshard,
@@ -32,7 +33,7 @@ from reshard.spmd.tracing.estimates import (
     count_held,
     held_bytes,
 )
-from reshard.spmd.tracing.trace import Trace, interpret
+from reshard.spmd.tracing.trace import Trace
 
 
 def check_overlap(overlap: Any) -> None:
@@ -44,46 +45,36 @@ def check_overlap(overlap: Any) -> None:
         )
 
 
-def estimate_overlap(
-    traced: Trace, overlap: int, library: str, donated: Sequence[int] = ()
-) -> Trace:
+def estimate_overlap(traced: Trace, overlap: int, donated: Sequence[int] = ()) -> Trace:
     """Estimate the memory and the time of a trace with overlap.
 
     Args:
         traced: of the function.
         overlap: how many movements are under way at most.
-        library: whose collectives take the time.
         donated: inputs that the caller does not keep, by number.
     """
-    graph = traced.graph
-    kinds = {n: one for n, one in zip(graph.inputs, traced.inputs, strict=True) if one is not None}
-    runner = AbstractRunner(graph.library)
-    preparation = Preparation(runner, kinds)
-    arrays = dict(graph.constants) | {
-        number: runner.array(kind, ShardedArray) for number, kind in kinds.items()
-    }
-    interpret(graph, arrays, preparation.observe)
-    order = preparation.order(graph.outputs, overlap)
-    gone = () if preparation.may_stop else donated
-    inputs = preparation.registers([n for n in kinds if n not in gone])
-    operations = _count_memory(traced, preparation, order, inputs)
+    inserted = insert_reshards(traced.graph)
+    steps, constants = make_steps(inserted, AbstractRunner(traced.graph.library))
+    order = overlapped_order(steps, {*constants, *inserted.graph.outputs}, overlap)
+    gone = () if inserted.looks_at_elements else donated
+    operations = _count_memory(traced, inserted.graph, steps, order, gone)
     if traced.topology is None:
         return replace(traced, operations=operations)
-    overlapped_s = _count_seconds(traced, preparation.steps, order, library)
+    overlapped_s = _count_seconds(traced, steps, order)
     return replace(traced, operations=operations, overlapped_s=overlapped_s)
 
 
 def _count_memory(
-    traced: Trace, preparation: Preparation, order: Sequence[Action], inputs: Sequence[int]
+    traced: Trace,
+    graph: Graph,
+    steps: Sequence[ProgramStep],
+    order: Sequence[Action],
+    donated: Collection[int],
 ) -> tuple[TracedOperation, ...]:
-    ranks, steps = traced.ranks, preparation.steps
-    # The caller keeps the arguments.
-    kept = set(inputs)
-    sizes = {
-        register: count_held(kind, ranks)
-        for register, kind in preparation.kinds.items()
-        if register not in kept
-    }
+    ranks = traced.ranks
+    # The caller keeps the other arguments.
+    made = {register for one in steps for register in one.makes}
+    sizes = {n: count_held(graph.values[n].type, ranks) for n in (*made, *donated)}
     held: IntArray = np.array(held_bytes(traced.inputs, ranks))
     found: list[tuple[IntArray, IntArray] | None] = [None] * len(traced.operations)
     at = 0
@@ -126,9 +117,7 @@ def _count_memory(
     return tuple(operations)
 
 
-def _count_seconds(
-    traced: Trace, steps: Sequence[ProgramStep], order: Sequence[Action], library: str
-) -> float:
+def _count_seconds(traced: Trace, steps: Sequence[ProgramStep], order: Sequence[Action]) -> float:
     """When the last step has ended, with what computes and what moves each on a line of its own."""
     computing = {one.operation: number for number, one in enumerate(steps) if one.moved is None}
     now_s = moved_s = 0.0
@@ -141,7 +130,7 @@ def _count_seconds(
             if computing[one.operation] == action.step:
                 now_s += traced.operations[one.operation].busiest_s
         else:
-            moved = InsertedReshard(0, *one.moved, traced.topology, library)
+            moved = InsertedReshard(0, *one.moved, traced.topology, traced.library)
             moved_s = max(now_s, moved_s) + moved.seconds_s
             if action.kind == "begin":
                 ends_s[action.step] = moved_s
@@ -153,7 +142,6 @@ def _count_seconds(
 def overlapped(
     traced: Trace,
     overlap: int,
-    library: str,
     donated: Sequence[int] = (),
     live_bytes: int | None = None,
 ) -> Trace:
@@ -161,11 +149,11 @@ def overlapped(
 
     Args: those of `estimate_overlap`, and the most that a rank may hold.
     """
-    whole = estimate_overlap(traced, overlap, library, donated)
-    in_pieces = decompose(traced, library)
+    whole = estimate_overlap(traced, overlap, donated)
+    in_pieces = decompose(traced)
     if in_pieces is None or whole.overlapped_s is None:
         return whole
-    found = estimate_overlap(in_pieces, overlap, library, donated)
+    found = estimate_overlap(in_pieces, overlap, donated)
     fits = live_bytes is None or max(found.peak_bytes.values()) <= live_bytes
     is_quicker = found.overlapped_s is not None and found.overlapped_s < whole.overlapped_s
     return found if fits and is_quicker else whole

@@ -1,7 +1,7 @@
 """Programs: a graph compiled into calls of local kernels and movements of shards.
 
-The first run interprets the graph, and `Preparation` records which compiled operation executes each
-of its operations. Later runs execute these as steps, on registers of shards:
+The first run interprets the graph, which shows its reshards and the compiled calls of its
+operations (`reshard_insertion`). Later runs execute these as steps, on registers of shards:
 
     r3 = move(r0)               a value is moved to a sharding once
     r4 = kernel(r3, r1)         on each local rank
@@ -23,8 +23,9 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.operator import find_operator
-from reshard.spmd.graph import Body, Graph, Operation
+from reshard.spmd.graph import Body, Graph
 from reshard.spmd.ops.elementwise import writing
+from reshard.spmd.programs.reshard_insertion import ReshardInsertion
 from reshard.spmd.programs.steps import (
     Action,
     ProgramStep,
@@ -37,8 +38,8 @@ from reshard.spmd.shards.array_value import ArrayValue, may_view
 from reshard.spmd.shards.error_translation import REFUSALS, refuse
 from reshard.spmd.shards.operation_call import CompiledCall, compute, recorders
 from reshard.spmd.shards.partial_sums import are_finite
-from reshard.spmd.shards.runner import Runner, Transport, replicated
-from reshard.spmd.shards.shard_copies import Movement, Shards
+from reshard.spmd.shards.runner import Runner, replicated
+from reshard.spmd.shards.shard_copies import Shards
 from reshard.spmd.tracing.estimates import held_bytes
 from reshard.spmd.tracing.graph_recording import filled
 from reshard.spmd.tracing.trace import Observe, interpret
@@ -54,274 +55,136 @@ class UnforeseenElementsError(ReshardError):
     """Elements for which a prepared program is not right: an infinite factor of contributions."""
 
 
-class Preparation:
-    """Compiles a program from the operations that it observes while `interpret` executes them.
+def make_steps(
+    inserted: ReshardInsertion, runner: Runner
+) -> tuple[list[ProgramStep], dict[int, Any]]:
+    """Compile the operations of a graph with reshards into steps for a runner.
+
+    The register of a value is its number. Numbers that operators take have registers after those
+    of the values; they are returned as well, by register.
+    """
+    graph = inserted.graph
+    first = len(graph.values)
+    steps: list[ProgramStep] = []
+    constants: dict[int, Any] = {}
+    registers: dict[tuple[str, int], int] = {}
+
+    def enter(value: Any, count: int) -> int:
+        """Return the register of a number, as the operand of so many ranks."""
+        # By text: 1, 1.0 and True are equal as keys.
+        register = registers.setdefault((repr(value), count), first + len(registers))
+        constants[register] = (value,) * count
+        return register
+
+    for operation, called, types, place in zip(
+        graph.operations, inserted.calls, inserted.operands, inserted.places, strict=True
+    ):
+        reads, makes = operation.operands, operation.results
+        if operation.target is not None:
+            step = _make_move(types[0], operation.target, reads[0], makes[0], runner, place)
+        elif operation.body is not None:
+            run = _make_body(operation.body, reads, types, makes, runner)
+            step = ProgramStep(run, reads, makes, "together", place)
+        elif called is not None:
+            if called.looks_at_elements:
+                steps.append(_make_check(called, types, reads, runner, place))
+            count = len(called.functions)
+            entered = [
+                number if isinstance(kind, ArrayType) else enter(kind, count)
+                for number, kind in zip(reads, types, strict=True)
+            ]
+            step = _make_call(called, types, entered, makes, runner, place)
+        steps.append(step)
+    return steps, constants
+
+
+def compile_graph(
+    inserted: ReshardInsertion,
+    outputs: Sequence[int],
+    runner: Runner,
+    overlap: int,
+    change_runs: ChangeRuns | None = None,
+) -> tuple[Callable[[list[Shards]], list[Shards]], list[bool]]:
+    """Return a function from the shards of a graph's inputs to those of values.
+
+    It empties the list of inputs, so that only registers hold them, until their last use. Also
+    returns for each output whether it may share memory with an input.
 
     Args:
+        inserted: the graph with reshards.
+        outputs: the values, in the numbers of that graph.
         runner: of the shards.
-        inputs: types of arrays by their numbers, and numbers as they are.
-
-    `steps` are those so far, and `kinds` the types of what is in registers, by register; a number
-    has none. `may_stop` is whether elements may be unforeseen, so that the inputs are needed anew.
+        overlap: the most reshards of a kind in flight.
+        change_runs: replaces some of the steps, such as by compiled ones.
     """
+    graph = inserted.graph
+    steps, constants = make_steps(inserted, runner)
+    order = overlapped_order(steps, {*constants, *outputs}, overlap)
+    inputs = [
+        number
+        for number, kind in zip(graph.inputs, graph.input_types, strict=True)
+        if kind is not None
+    ]
+    reused = find_reused(order, steps, [value.type for value in graph.values])
+    runs = [
+        (_make_run(one, steps[one.step], reused.get(place)), one.frees)
+        for place, one in enumerate(order)
+    ]
+    if change_runs is not None:
+        runs = list(change_runs(order, steps, constants, runs))
+    first: Registers = [None] * len(graph.values)
+    first += [constants[register] for register in sorted(constants)]
+    digest = _digest(order, steps)
+    agreed = runner.in_lockstep if any(one.moved is not None for one in steps) else None
 
-    def __init__(self, runner: Runner, inputs: dict[int, Any]) -> None:
-        self._runner = runner
-        self.steps: list[ProgramStep] = []
-        self.kinds: dict[int, ArrayType] = {}
-        self._operation = -1
-        self._count = 0
-        self._constants: dict[int, Any] = {}
-        # The register of each value, and of numbers, for each count of ranks.
-        self._register_of: dict[int, int] = {}
-        self._numbers: dict[tuple[str, int], int] = {}
-        self._moved: dict[tuple[int, ShardingSpec], int] = {}
-        # Of what ranks do together, in order: each has to do the same.
-        self._meant = hashlib.blake2b(digest_size=16)
-        self._moves_any = False
-        self.may_stop = False
-        # Registers that may have the memory of what a program has given.
-        self._viewing: set[int] = set()
-        for number, kind in inputs.items():
-            if isinstance(kind, ArrayType):
-                self._register_of[number] = self._add(kind)
-                self._viewing.add(self._register_of[number])
+    def run_on(values: Registers) -> None:
+        for run, frees in runs:
+            run(values)
+            for register in frees:
+                values[register] = None
 
-    def _add(self, kind: ArrayType | None = None) -> int:
-        if kind is not None:
-            self.kinds[self._count] = kind
-        self._count += 1
-        return self._count - 1
-
-    def _add_step(
-        self, run: Run, reads: Sequence[int], makes: Sequence[int], transport: Transport = "here"
-    ) -> None:
-        self.steps.append(ProgramStep(run, reads, makes, transport, self._operation))
-
-    def observe(
-        self,
-        operation: Operation,
-        called: CompiledCall | None,
-        given: Sequence[Any],
-        placed: Sequence[Any],
-        made: Sequence[Any],
-        results: Sequence[Any],
-    ) -> None:
-        """Append the steps of an operation; see `Observe`."""
-        self._operation += 1
-        registers: list[Any] = [
-            self._move(self._register_of[number], x.type, there.type.spec)
-            if isinstance(x, ArrayValue)
-            else x
-            for number, x, there in zip(operation.operands, given, placed, strict=True)
-        ]
-        if operation.body is not None:
-            made_in = self._run_step(operation.body, registers, placed, made)
-        elif called is None:
-            made_in = registers
+    def program(shards: list[Shards]) -> list[Shards]:
+        # The last register has the function that starts movements.
+        values = [*first, None]
+        # By place: a loop variable would keep the last shards.
+        for place, register in enumerate(inputs):
+            values[register] = shards[place]
+        shards.clear()
+        if agreed is None:
+            run_on(values)
         else:
-            made_in = self._call_step(called, registers, placed)
-        for number, register, x, there in zip(
-            operation.results, made_in, made, results, strict=True
-        ):
-            self._register_of[number] = self._move(register, x.type, there.type.spec)
-
-    def _move(self, register: int, kind: ArrayType, spec: ShardingSpec | None) -> int:
-        """Return the register of a value in a sharding, by a movement where it is not there."""
-        if spec is None or kind.spec is spec:
-            return register
-        found = self._moved.get((register, spec))
-        if found is not None:
-            return found
-        move = self._runner.movement(kind, spec)
-        before = kind.spec or replicated(spec.mesh, kind.ndim)
-        # Layouts are interned: different specs of the same layout move nothing.
-        is_same = kind.spec is not None and before.layout(kind.shape) is spec.layout(kind.shape)
-        # Shards are in the order of the mesh's devices.
-        is_same = is_same and before.mesh.devices == spec.mesh.devices
-        made = register if is_same else self._add(kind.with_spec(spec))
-        if not is_same:
-            self._moves_any = True
-            self._meant.update(before.layout(kind.shape).fingerprint)
-            self._meant.update(spec.layout(kind.shape).fingerprint + kind.dtype.name.encode())
-            run = _make_move(move, register, made)
-            transport = self._runner.transport(kind, spec)
-            moved = kind.with_spec(spec)
-            before_bytes, after_bytes = (
-                max(held_bytes([one], spec.mesh.devices)) for one in (kind, moved)
-            )
-            self.steps.append(
-                ProgramStep(
-                    run,
-                    [register],
-                    [made],
-                    transport,
-                    self._operation,
-                    move,
-                    (kind, spec),
-                    after_bytes > before_bytes,
-                )
-            )
-            if register in self._viewing:
-                self._viewing.add(made)
-        self._moved[register, spec] = made
-        return made
-
-    def _call_step(
-        self,
-        called: CompiledCall,
-        registers: Sequence[Any],
-        placed: Sequence[Any],
-    ) -> list[int]:
-        count = len(called.functions)
-        kinds = [x.type if isinstance(x, ArrayValue) else x for x in placed]
-        if called.looks_at_elements:
-            self._check_step(called, registers, kinds)
-        reads = [
-            self._move(register, kind, spec)
-            if isinstance(kind, ArrayType)
-            else self._number(kind, count)
-            for register, kind, spec in zip(registers, kinds, called.runs_with, strict=True)
-        ]
-        makes = [self._add(kind) for kind in called.made]
-        run = _make_call(called, kinds, reads, makes, self._runner)
-        views = may_view(find_operator(called.name), len(kinds))
-        self.steps.append(
-            ProgramStep(
-                run,
-                reads,
-                makes,
-                "together" if called.shares_failure else "here",
-                self._operation,
-                name=called.name,
-                functions=called.functions,
-                is_single=called.is_single,
-                may_view=views,
-                write_into=_make_writing(called, kinds, reads, makes, self._runner),
-            )
-        )
-        if views and not self._viewing.isdisjoint(reads):
-            self._viewing.update(makes)
-        return [
-            self._move(register, kind, result.spec)
-            for register, kind, result in zip(makes, called.made, called.results, strict=True)
-        ]
-
-    def _run_step(
-        self, body: Body, reads: Sequence[int], placed: Sequence[Any], made: Sequence[Any]
-    ) -> list[int]:
-        """Return a loop or a branch, on arrays of what is in registers."""
-        runner = self._runner
-        makes = [self._add(x.type) for x in made]
-        kinds = [(type(x), x.type, register) for x, register in zip(placed, reads, strict=True)]
-
-        def step(values: Registers) -> None:
-            given = [
-                wrap.of_shards(kind, values[register], runner) for wrap, kind, register in kinds
-            ]
-            # How often a loop goes round is not known before.
-            with runner.independent():
-                results = body.run(given, runner)
-            for register, result in zip(makes, results, strict=True):
-                values[register] = result._shards
-
-        self._add_step(step, reads, makes, "together")
-        if not self._viewing.isdisjoint(reads):
-            self._viewing.update(makes)
-        return makes
-
-    def _number(self, value: Any, count: int) -> int:
-        key = (repr(value), count)
-        if key not in self._numbers:
-            self._numbers[key] = register = self._add()
-            self._constants[register] = (value,) * count
-        return self._numbers[key]
-
-    def _check_step(
-        self, called: CompiledCall, registers: Sequence[Any], kinds: Sequence[Any]
-    ) -> None:
-        """Contributions wait only where what they are multiplied by is finite."""
-        self.may_stop = True
-        runner = self._runner
-        # A number is as finite as it was when the function was traced.
-        arrays = [n for n in called.factors if isinstance(kinds[n], ArrayType)]
-        pairs = [(registers[n], kinds[n]) for n in arrays]
-
-        def check(values: Registers) -> None:
-            factors = [
-                ArrayValue.of_shards(kind, values[register], runner) for register, kind in pairs
-            ]
-            if not are_finite(range(len(factors)), factors, runner):
-                raise runner.collective_error(
-                    UnforeseenElementsError(f"an infinite factor of {called.name}")
-                )
-
-        self._add_step(check, [register for register, _ in pairs], [], "together")
-
-    def registers(self, numbers: Iterable[int]) -> list[int]:
-        """In which registers values are, by their numbers."""
-        return [self._register_of[number] for number in numbers]
-
-    def order(self, outputs: Iterable[int], overlap: int) -> tuple[Action, ...]:
-        """Return the order of steps, with a maximum number of reshards in flight."""
-        kept = {*self._constants, *self.registers(outputs)}
-        return overlapped_order(self.steps, kept, overlap)
-
-    def program(
-        self,
-        inputs: Sequence[int],
-        outputs: Iterable[int],
-        overlap: int,
-        change_runs: ChangeRuns | None = None,
-    ) -> Callable[[list[Shards]], list[Shards]]:
-        """Return a function from the shards of inputs to those of outputs, by their numbers.
-
-        It empties the list of inputs, so that only registers hold them, until their last use.
-        `change_runs` replaces some of the steps, such as by compiled ones.
-        """
-        returned = self.registers(outputs)
-        order = self.order(outputs, overlap)
-        for action in order:
-            # Ranks with other orders would deadlock.
-            if self.steps[action.step].transport != "here":
-                self._meant.update(f"{action.kind} {action.step} ".encode())
-        reused = find_reused(order, self.steps, self.kinds)
-        runs = [
-            (_make_run(one, self.steps[one.step], reused.get(place)), one.frees)
-            for place, one in enumerate(order)
-        ]
-        if change_runs is not None:
-            runs = list(change_runs(order, self.steps, self._constants, runs))
-        first: Registers = [self._constants.get(register) for register in range(self._count)]
-        given, digest = self.registers(inputs), self._meant.digest()
-        agreed = self._runner.in_lockstep if self._moves_any else None
-
-        def run_on(values: Registers) -> None:
-            for run, frees in runs:
-                run(values)
-                for register in frees:
-                    values[register] = None
-
-        def program(shards: list[Shards]) -> list[Shards]:
-            # The last register has the function that starts movements.
-            values = [*first, None]
-            # By place: a loop variable would keep the last shards.
-            for place, register in enumerate(given):
-                values[register] = shards[place]
-            shards.clear()
-            if agreed is None:
+            with agreed(digest) as begin:
+                values[-1] = begin
                 run_on(values)
-            else:
-                with agreed(digest) as begin:
-                    values[-1] = begin
-                    run_on(values)
-            return [values[register] for register in returned]
+        return [values[register] for register in outputs]
 
-        return program
+    viewing = _find_viewing(inputs, steps)
+    return program, [number in viewing for number in outputs]
 
-    def may_view(self, outputs: Iterable[int]) -> list[bool]:
-        """Return for each output whether it may share memory with an input."""
-        return [register in self._viewing for register in self.registers(outputs)]
+
+def _find_viewing(inputs: Iterable[int], steps: Iterable[ProgramStep]) -> set[int]:
+    """Return the registers that may have the memory of inputs."""
+    found = set(inputs)
+    for one in steps:
+        if one.may_view and not found.isdisjoint(one.reads):
+            found.update(one.makes)
+    return found
+
+
+def _digest(order: Iterable[Action], steps: Sequence[ProgramStep]) -> bytes:
+    """Return a digest of what ranks do together, in order: each has to do the same."""
+    meant = hashlib.blake2b(digest_size=16)
+    for one in steps:
+        if one.moved is not None:
+            kind, spec = one.moved
+            before = kind.spec or replicated(spec.mesh, kind.ndim)
+            meant.update(before.layout(kind.shape).fingerprint)
+            meant.update(spec.layout(kind.shape).fingerprint + kind.dtype.name.encode())
+    for action in order:
+        # Ranks with other orders would deadlock.
+        if steps[action.step].transport != "here":
+            meant.update(f"{action.kind} {action.step} ".encode())
+    return meant.digest()
 
 
 def _make_run(action: Action, step: ProgramStep, into: int | None = None) -> Run:
@@ -345,11 +208,78 @@ def _make_run(action: Action, step: ProgramStep, into: int | None = None) -> Run
     return begin if action.kind == "begin" else wait
 
 
-def _make_move(move: Movement, source: int, target: int) -> Run:
+def _make_move(
+    kind: ArrayType, spec: ShardingSpec, source: int, target: int, runner: Runner, place: int
+) -> ProgramStep:
+    """Return the step of a reshard of an array, from a register to another."""
+    move = runner.movement(kind, spec)
+
     def run(values: Registers) -> None:
         values[target] = move(values[source])
 
+    before_bytes, after_bytes = (
+        max(held_bytes([one], spec.mesh.devices)) for one in (kind, kind.with_spec(spec))
+    )
+    return ProgramStep(
+        run,
+        [source],
+        [target],
+        runner.transport(kind, spec),
+        place,
+        move,
+        (kind, spec),
+        after_bytes > before_bytes,
+    )
+
+
+def _make_body(
+    body: Body,
+    reads: Sequence[int],
+    types: Sequence[ArrayType],
+    makes: Sequence[int],
+    runner: Runner,
+) -> Run:
+    """Return the function of a loop or a branch on registers, which read arrays of some types."""
+    pairs = list(zip(types, reads, strict=True))
+
+    def run(values: Registers) -> None:
+        given = [ShardedArray.of_shards(kind, values[number], runner) for kind, number in pairs]
+        # How often a loop goes round is not known before.
+        with runner.independent():
+            results = body.run(given, runner)
+        for register, result in zip(makes, results, strict=True):
+            values[register] = result._shards
+
     return run
+
+
+def _make_check(
+    called: CompiledCall,
+    kinds: Sequence[Any],
+    reads: Sequence[int],
+    runner: Runner,
+    place: int,
+) -> ProgramStep:
+    """Return the step before an operator that works on contributions.
+
+    They wait only where what they are multiplied by is finite. Arguments are those of `_make_call`.
+    """
+    # A number is as finite as it was when the function was traced.
+    factors = [n for n in called.factors if isinstance(kinds[n], ArrayType)]
+    registers = [reads[n] for n in factors]
+    types = [kinds[n].with_spec(called.runs_with[n]) for n in factors]
+
+    def check(values: Registers) -> None:
+        arrays = [
+            ArrayValue.of_shards(kind, values[register], runner)
+            for kind, register in zip(types, registers, strict=True)
+        ]
+        if not are_finite(range(len(arrays)), arrays, runner):
+            raise runner.collective_error(
+                UnforeseenElementsError(f"an infinite factor of {called.name}")
+            )
+
+    return ProgramStep(check, registers, [], "together", place)
 
 
 def _make_writing(
@@ -388,6 +318,37 @@ def _make_writing(
 
 
 def _make_call(
+    called: CompiledCall,
+    kinds: Sequence[Any],
+    reads: Sequence[int],
+    makes: Sequence[int],
+    runner: Runner,
+    place: int,
+) -> ProgramStep:
+    """Return the step of an operator.
+
+    Args:
+        called: the operator, compiled for the runner.
+        kinds: its operands' types, and numbers as they are.
+        reads, makes: registers of its operands and results.
+        runner: of the shards.
+        place: of the operation in the graph.
+    """
+    return ProgramStep(
+        _make_call_run(called, kinds, reads, makes, runner),
+        reads,
+        makes,
+        "together" if called.shares_failure else "here",
+        place,
+        name=called.name,
+        functions=called.functions,
+        is_single=called.is_single,
+        may_view=may_view(find_operator(called.name), len(kinds)),
+        write_into=_make_writing(called, kinds, reads, makes, runner),
+    )
+
+
+def _make_call_run(
     called: CompiledCall,
     kinds: Sequence[Any],
     reads: Sequence[int],
@@ -536,14 +497,15 @@ class Program:
 
     def _prepare(self, arrays: dict[int, Any], runner: Runner) -> Any:
         """Return the results of the first run, after which there is a program."""
-        kinds = {number: kind for number, kind in self._wanted.items() if kind is not None}
-        preparation = Preparation(runner, kinds)
         compiled = self._find_compiling(runner)
-        values = self._compute(arrays, runner, preparation.observe)
+        inserted = ReshardInsertion(self._graph)
+        values = self._compute(arrays, runner, inserted.observe)
         self._types = tuple(values[number].type for number in self._outputs)
-        self._views = preparation.may_view(self._outputs)
-        self._may_stop = preparation.may_stop
-        self._program = preparation.program(self._inputs, self._outputs, self._overlap, compiled)
+        self._may_stop = inserted.looks_at_elements
+        outputs = inserted.numbers(self._outputs)
+        self._program, self._views = compile_graph(
+            inserted, outputs, runner, self._overlap, compiled
+        )
         return filled(self._graph.returned, values)
 
     def _find_compiling(self, runner: Runner) -> ChangeRuns | None:

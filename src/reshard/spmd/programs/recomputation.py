@@ -36,13 +36,12 @@ class _PlacedUse:
     results: tuple[int, ...]
 
 
-def recompute(traced: Trace, limit: int, library: str) -> Trace | None:
+def recompute(traced: Trace, limit: int) -> Trace | None:
     """Return the trace of the function with values computed again so that a limit is kept.
 
     Args:
         traced: of the function, in its placement.
         limit: the most bytes of `Trace.peak_bytes` on any rank.
-        library: whose collectives take the time.
 
     Returns:
         None if no solution is found.
@@ -51,7 +50,7 @@ def recompute(traced: Trace, limit: int, library: str) -> Trace | None:
     for goal in (limit, limit - limit // 16):
         uses = _RecomputationSearch(traced, goal).run()
         if uses is not None:
-            found = _rebuild(traced, uses, library)
+            found = _rebuild(traced, uses)
             if max(found.peak_bytes.values()) <= limit:
                 return found
     return None
@@ -203,7 +202,7 @@ class _RecomputationSearch:
         return [*uses[:reader], *made, *behind], max(cost, 1.0)
 
 
-def _rebuild(traced: Trace, uses: Sequence[_PlacedUse], library: str) -> Trace:
+def _rebuild(traced: Trace, uses: Sequence[_PlacedUse]) -> Trace:
     """Trace the graph of operations that may occur several times."""
     graph = traced.graph
     # Results of repeated operations are new values, numbered after all others.
@@ -224,4 +223,4 @@ def _rebuild(traced: Trace, uses: Sequence[_PlacedUse], library: str) -> Trace:
             )
         )
     again = replace(graph, values=tuple(values), operations=tuple(operations), is_checked=True)
-    return trace_graph(again, traced.strategy, traced.topology, library)
+    return trace_graph(again, traced.strategy, traced.topology, traced.library)

@@ -34,7 +34,7 @@ many numbers. The operand must
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -222,14 +222,14 @@ LEAST_BYTES = 1 << 16
 
 
 def find_reused(
-    order: Sequence[Action], steps: Sequence[ProgramStep], kinds: Mapping[int, ArrayType]
+    order: Sequence[Action], steps: Sequence[ProgramStep], kinds: Sequence[ArrayType]
 ) -> dict[int, int]:
     """Into which register's memory actions may write their results.
 
     Args:
         order: what is done of the steps.
         steps: all of them.
-        kinds: types of what is in registers.
+        kinds: types of what is in the registers of values.
 
     Returns:
         registers by the place of the action in the order.

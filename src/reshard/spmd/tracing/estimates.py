@@ -503,6 +503,7 @@ class TraceRecord:
         topology: the topology that times are estimated for; None without times.
         overlapped_s: the time with overlap of communication and computation; None without overlap
             or without a topology.
+        library: the library whose collectives are assumed.
     """
 
     graph: Graph
@@ -511,6 +512,7 @@ class TraceRecord:
     outputs: tuple[ArrayType, ...]
     topology: Topology | None
     overlapped_s: float | None = None
+    library: str = "nccl"
 
     @property
     def names(self) -> tuple[str, ...]:

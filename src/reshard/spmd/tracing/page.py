@@ -25,15 +25,15 @@ from reshard.show.svg import element, escaped, rank_colours
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.tracing.estimates import InsertedReshard, TracedOperation, TraceRecord
 from reshard.spmd.tracing.table import (
+    HEADERS,
     call_text,
     collectives,
-    inserted_text,
     meshes_text,
     number_texts,
-    sharding_text,
+    returned_text,
     summary,
+    table_rows,
     time_headers,
-    time_texts,
 )
 from reshard.text import bytes_text, count_text, duration_text, ranks_text, short_rank_text
 
@@ -128,67 +128,27 @@ def _draw_memory(trace: TraceRecord) -> list[str]:
 
 
 def _draw_operations(trace: TraceRecord) -> str:
-    heads = ["", "value", "operation", "array", "sharding", "inserted", "moves", "live"]
-    heads += time_headers(trace)
-    numbers = number_texts(trace)
-    # 1. A row for each input; numbers stand in the operations that read them.
-    rows = [
-        _draw_row("", f"%{number}", name, str(kind), sharding_text(kind), heads)
-        for number, name, kind in zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
-        if kind is not None
+    heads = ["", *HEADERS, *time_headers(trace)]
+    # The columns of words are aligned to the left.
+    words = range(1, 1 + HEADERS.index("moves"))
+    columns = [
+        element("th", head, scope="col", class_="left" if place in words else None)
+        for place, head in enumerate(heads)
     ]
-    # 2. A row for each result; the first row of an operation describes it.
-    for place, one in enumerate(trace.operations, 1):
-        texts = [
-            inserted_text(one),
-            bytes_text(one.moved_bytes) if one.moved_bytes else "-",
-            bytes_text(max(one.live_bytes)),
-            *time_texts(trace, one),
-        ]
-        for index, (number, kind) in enumerate(
-            zip(one.operation.results, one.results, strict=True)
-        ):
-            first = (str(place), f"%{number}", call_text(one.operation, numbers))
-            words = first if not index else ("", f"%{number}", "")
-            rest = texts if not index else []
-            rows.append(_draw_row(*words, str(kind), sharding_text(kind), heads, rest))
-    # 3. The table. Columns 1 to 5 are words, the rest amounts.
-    returned = ", ".join(f"%{number}" for number in trace.graph.outputs)
     listed = element(
         "table",
-        element(
-            "thead",
-            element(
-                "tr",
-                *(
-                    element("th", head, scope="col", class_="left" if 0 < place < 6 else None)
-                    for place, head in enumerate(heads)
-                ),
-            ),
-        ),
-        element("tbody", *rows),
+        element("thead", element("tr", *columns)),
+        element("tbody", *map(_draw_row, table_rows(trace))),
         class_="operations",
     )
-    return element("div", listed, class_="wide") + element(
-        "p", escaped(f"returns {returned or 'nothing'}")
-    )
+    return element("div", listed, class_="wide") + element("p", escaped(returned_text(trace)))
 
 
-def _draw_row(
-    place: str,
-    value: str,
-    operation: str,
-    array: str,
-    sharding: str,
-    heads: list[str],
-    rest: list[str] | None = None,
-) -> str:
-    texts = [value, operation, array, sharding, *(rest or [])]
-    texts += [""] * (len(heads) - 1 - len(texts))
+def _draw_row(row: list[str]) -> str:
+    place, *texts = row
     cells = [
         element("td", escaped(text), class_="amount")
-        # Behind value, operation, array and sharding come "inserted", which is text, and amounts.
-        if column > 4
+        if column >= HEADERS.index("moves")
         else element("td", element("code", escaped(text)) if text else "")
         for column, text in enumerate(texts)
     ]

@@ -42,41 +42,39 @@ HEADERS = ("value", "operation", "array", "sharding", "inserted", "moves", "live
 def trace_table(trace: TraceRecord) -> str:
     """Return the lines of the table and its summary, without a last line break."""
     headers = [*HEADERS, *time_headers(trace)]
+    rows = [row for _, *row in table_rows(trace)]
+    alignment = "lllll" + "r" * (len(headers) - 5)
+    return "\n".join([table(rows, headers, alignment), returned_text(trace), *summary(trace)])
+
+
+def table_rows(trace: TraceRecord) -> list[list[str]]:
+    """Return a row for each input and result, with the number of its operation before the columns.
+
+    The first result of an operation has the columns that describe the operation.
+    """
     numbers = number_texts(trace)
+    blank = [""] * (len(HEADERS) - 4 + len(time_headers(trace)))
     rows = [
-        [f"%{number}", name, str(kind), sharding_text(kind), *[""] * 3]
+        ["", f"%{number}", name, str(kind), sharding_text(kind), *blank]
         for number, name, kind in zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
+        # Numbers stand in the operations that read them.
         if kind is not None
     ]
-    # Inputs have no times; of several results the first row has those of the operation.
-    count = len(rows)
-    for one in trace.operations:
-        rows += _write_rows(one, numbers)
-    wide = len(headers) - len(HEADERS)
-    times = [[""] * wide] * count
-    for one in trace.operations:
-        times += [time_texts(trace, one), *[[""] * wide] * (len(one.results) - 1)]
-    rows = [[*row, *own] for row, own in zip(rows, times, strict=True)]
-    returned = ", ".join(f"%{number}" for number in trace.graph.outputs)
-    return "\n".join(
-        [
-            table(rows, headers, "lllllrr" + "r" * wide),
-            f"returns {returned or 'nothing'}",
-            *summary(trace),
-        ]
-    )
-
-
-def _write_rows(one: TracedOperation, numbers: Mapping[int, str]) -> list[list[str]]:
-    """Return a row for each result; the first row describes the operation."""
-    rows = []
-    for number, kind in zip(one.operation.results, one.results, strict=True):
-        rows.append([f"%{number}", "", str(kind), sharding_text(kind), "", "", ""])
-    moves = bytes_text(one.moved_bytes) if one.moved_bytes else "-"
-    said = [call_text(one.operation, numbers), inserted_text(one), moves, live_text(one)]
-    for column, text in zip((1, 4, 5, 6), said, strict=True):
-        rows[0][column] = text
+    for place, one in enumerate(trace.operations, 1):
+        words = str(place), call_text(one.operation, numbers)
+        moves = bytes_text(one.moved_bytes) if one.moved_bytes else "-"
+        live = bytes_text(max(one.live_bytes))
+        rest = [inserted_text(one), moves, live, *time_texts(trace, one)]
+        for number, kind in zip(one.operation.results, one.results, strict=True):
+            rows.append([words[0], f"%{number}", words[1], str(kind), sharding_text(kind), *rest])
+            words, rest = ("", ""), blank
     return rows
+
+
+def returned_text(trace: TraceRecord) -> str:
+    """Return the values that the function returns, as a sentence."""
+    returned = ", ".join(f"%{number}" for number in trace.graph.outputs)
+    return f"returns {returned or 'nothing'}"
 
 
 def time_headers(trace: TraceRecord) -> tuple[str, ...]:
@@ -128,11 +126,6 @@ def inserted_text(one: TracedOperation) -> str:
     words = [str(reshard) for reshard in one.before]
     words += [f"then {' '.join(map(str, reshard.program.steps))}" for reshard in one.after]
     return "; ".join(words) or "-"
-
-
-def live_text(one: TracedOperation) -> str:
-    """Return the memory of the rank that holds most."""
-    return bytes_text(max(one.live_bytes))
 
 
 def collectives(trace: TraceRecord) -> Counter[str]:

@@ -353,18 +353,23 @@ def trace_graph(
         topology.host_of(ranks)
     # 1. Execute the graph on abstract arrays in these shardings.
     runner = AbstractRunner(graph.library) if runner is None else runner
-    arrays: dict[int, Any] = dict(graph.constants)
-    for number, kind in zip(graph.inputs, graph.input_types, strict=True):
-        if kind is not None:
-            arrays[number] = runner.array(kind, ShardedArray)
     tracer = _OperationTracer(topology, library, moved_again)
-    values = interpret(graph, arrays, tracer.observe)
+    values = interpret(graph, abstract_inputs(graph, runner), tracer.observe)
     # 2. Add memory, and computation times if the topology describes devices.
     operations = count_memory(graph, graph.input_types, tracer.found, ranks)
     if topology is not None and topology.device is not None:
         operations = estimate_compute(operations, ranks, topology.device)
     outputs = tuple(values[number].type for number in graph.outputs)
-    return Trace(graph, strategy, operations, outputs, topology)
+    return Trace(graph, strategy, operations, outputs, topology, library=library)
+
+
+def abstract_inputs(graph: Graph, runner: AbstractRunner) -> dict[int, Any]:
+    """Return the inputs of a graph, for `interpret`: arrays without elements, and numbers."""
+    inputs = dict(graph.constants)
+    for number, kind in zip(graph.inputs, graph.input_types, strict=True):
+        if kind is not None:
+            inputs[number] = runner.array(kind, ShardedArray)
+    return inputs
 
 
 def interpret(
