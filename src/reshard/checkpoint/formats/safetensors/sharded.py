@@ -16,15 +16,16 @@ other files, a note reports the uncertainty. In our files, equal boxes of severa
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.formats.chunks import ChunkBinder, expect_covered
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 from reshard.checkpoint.formats.safetensors.header import (
     FILES_KEY,
@@ -65,8 +66,9 @@ from reshard.checkpoint.manifest import (
     can_describe,
 )
 from reshard.checkpoint.storage.remote_paths import map_paths
+from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, FormatError, RecipeError
-from reshard.layout import Box, Layout
+from reshard.geometry.regions import Region, dense_strides
 from reshard.runs import IntArray, find_distinct
 
 _FILE_NAME = r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors"
@@ -245,7 +247,7 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
     shards.sort(key=lambda shard: shard[0])
     tensors = bind_shards(described.names, kinds, described.kind, shards, described.digests)
     for number in range(len(tensors.kinds)):
-        _prove_covered(folder, tensors.sample(number))
+        expect_covered(folder, tensors.sample(number))
     return Checkpoint(folder, FORMAT.name, tensors, manifest.files, manifest.mesh, metadata)
 
 
@@ -333,7 +335,7 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
             do not cover it; another number of files than they record.
     """
     counts: dict[str, str | None] = {}
-    shards: dict[str, list[tuple[int, str, TensorHeader, tuple[int, ...]]]] = {}
+    shards: dict[str, list[tuple[int, DType, Region]]] = {}
     files = []
     metadata: dict[str, str] = {}
     headers = map_paths(read_header, (folder / name for name in names))
@@ -347,17 +349,25 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
         if SHARDING_INFO_KEY not in header.metadata:
             raise _explain_no_offsets(folder, name, names)
         offsets = _read_offsets(folder / name, header)
-        for entry in header.tensors:
-            shards.setdefault(entry.name, []).append((rank, name, entry, offsets[entry.name]))
+        for tensor, dtype, shape, start, _ in header.tensors:
+            begin, strides = offsets[tensor], dense_strides(shape, dtype.itemsize_bytes)
+            stop = tuple(map(operator.add, begin, shape))
+            region = Region(begin, stop, name, start, strides)
+            shards.setdefault(tensor, []).append((rank, dtype, region))
     _check_file_numbers(folder, names)
     # Other programs write each box once: a second file is left over from another save.
     has_copies = all(count is not None for count in counts.values())
-    tensors = {
-        name: _join_shards(folder, name, pieces, has_copies) for name, pieces in shards.items()
-    }
+    binder = ChunkBinder(folder)
+    for name, of_tensor in shards.items():
+        binder.add(name, *_join_shards(folder, name, of_tensor), has_copies=has_copies)
     notes = _check_file_counts(folder, counts)
     return Checkpoint(
-        folder, FORMAT.name, tensors, tuple(files), None, drop_convention(metadata), notes=notes
+        folder,
+        FORMAT.name,
+        binder.bind(),
+        tuple(files),
+        metadata=drop_convention(metadata),
+        notes=notes,
     )
 
 
@@ -449,69 +459,29 @@ def _are_indices(found: tuple[object, ...]) -> bool:
 
 
 def _join_shards(
-    folder: Path,
-    name: str,
-    pieces: list[tuple[int, str, TensorHeader, tuple[int, ...]]],
-    has_copies: bool,
-) -> StoredTensor:
-    """Return the tensor of shards that cover it once, or in equal copies if allowed."""
-    _, first_file, first, _ = pieces[0]
-    for _, file, entry, _ in pieces:
-        if entry.dtype is not first.dtype or len(entry.shape) != len(first.shape):
+    folder: Path, name: str, shards: list[tuple[int, DType, Region]]
+) -> tuple[DType, tuple[int, ...], list[tuple[int, Region]], int]:
+    """Return the dtype and the shape of the tensor of shards, its chunks, and its number of ranks.
+
+    Raises CoverageError for shards that do not belong together.
+    """
+    _, dtype, first = shards[0]
+    files: dict[int, Path] = {}
+    for rank, element, region in shards:
+        file = folder / region.container
+        if element is not dtype or len(region.start) != len(first.start):
             raise CoverageError(
-                f"tensor {name!r} is {first.dtype.name} of {len(first.shape)} dimensions in "
-                f"{folder / first_file}, but {entry.dtype.name} of {len(entry.shape)} dimensions "
-                f"in {folder / file}"
+                f"tensor {name!r} is {dtype.name} of {len(first.start)} dimensions in "
+                f"{folder / first.container}, but {element.name} of {len(region.start)} dimensions "
+                f"in {file}"
             )
-    boxes: dict[int, tuple[str, int, Box]] = {}
-    for rank, file, entry, offsets in pieces:
-        if rank in boxes:
+        if rank in files:
             raise CoverageError(
-                f"rank {rank} has two shards of {name!r}, in {folder / boxes[rank][0]} and "
-                f"{folder / file}; the files do not belong together"
+                f"rank {rank} has two shards of {name!r}, in {files[rank]} and {file}; the files "
+                "do not belong together"
             )
-        stop = tuple(a + n for a, n in zip(offsets, entry.shape, strict=True))
-        boxes[rank] = (file, entry.start_bytes, Box(offsets, stop))
+        files[rank] = file
     # The files do not contain the shape of the tensor: it is the extent of its shards.
-    ends = [box.stop for _, _, box in boxes.values()]
-    shape = tuple(max(column) for column in zip(*ends, strict=True)) if first.shape else ()
-    placed = [(file, box) for file, _, box in boxes.values()]
-    if has_copies:
-        placed = [(file, box) for box, file in {box: file for file, box in placed}.items()]
-    check_disjoint(folder, name, placed)
-    slots = max(boxes) + 1
-    layout = Layout.from_boxes(shape, [(rank, box) for rank, (_, _, box) in boxes.items()], slots)
-    addresses = {rank: FileRange(file, start) for rank, (file, start, _) in boxes.items()}
-    tensor = StoredTensor(name, first.dtype, Binding(layout, addresses, {}))
-    _prove_covered(folder, tensor)
-    return tensor
-
-
-def _prove_covered(folder: Path, tensor: StoredTensor) -> None:
-    try:
-        _ = tensor.assembly
-    except CoverageError as error:
-        raise CoverageError(f"{folder}: {error}") from None
-
-
-def check_disjoint(folder: Path, name: str, boxes: list[tuple[str, Box]]) -> None:
-    """Raise CoverageError for shards (file, box) of the tensor `name` that overlap."""
-    # In the order of their starts, only boxes that overlap along the first dimension are compared.
-    filled = [(file, box) for file, box in boxes if box.elements]
-    ordered = sorted(filled, key=lambda item: item[1].start)
-    open_boxes: list[tuple[str, Box]] = []
-    for file, box in ordered:
-        # A box that ends before this box overlaps none of the later boxes.
-        if box.start:
-            open_boxes = [item for item in open_boxes if item[1].stop[0] > box.start[0]]
-        for other_file, other in open_boxes:
-            if all(
-                a < d and c < b
-                for a, b, c, d in zip(box.start, box.stop, other.start, other.stop, strict=True)
-            ):
-                raise CoverageError(
-                    f"two shards of {name!r} overlap: {other} in {folder / other_file} and {box} "
-                    f"in {folder / file}; a file is left over from another save, or the shards "
-                    "are copies, which only files that reshard wrote may have"
-                )
-        open_boxes.append((file, box))
+    ends = [region.stop for _, _, region in shards]
+    shape = tuple(max(column) for column in zip(*ends, strict=True)) if first.start else ()
+    return dtype, shape, [(rank, region) for rank, _, region in shards], max(files) + 1

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -34,9 +34,8 @@ from reshard.checkpoint.contents import (
     StoredChecksum,
     StoredFile,
     StoredItem,
-    StoredTensor,
 )
-from reshard.checkpoint.formats.safetensors.sharded import check_disjoint
+from reshard.checkpoint.formats.chunks import ChunkBinder
 from reshard.checkpoint.formats.source_sharding import (
     DescribedPart,
     SourceSharding,
@@ -72,6 +71,7 @@ from reshard.checkpoint.storage.derived_files import DerivedFile, DerivedFiles
 from reshard.checkpoint.storage.filesystem import Closing, read_up_to
 from reshard.checkpoint.storage.remote_files import PrefetchedRanges
 from reshard.checkpoint.storage.remote_paths import RemotePath
+from reshard.dtypes import DType
 from reshard.errors import (
     CheckpointError,
     CoverageError,
@@ -79,7 +79,7 @@ from reshard.errors import (
     UnreadableTensorError,
     UsageError,
 )
-from reshard.geometry.regions import Region, bind_regions
+from reshard.geometry.regions import Region
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh
 from reshard.runs import find_distinct
@@ -485,34 +485,20 @@ class ChunkReader(Closing):
     def bind(self, tensors: Mapping[str, DcpTensor]) -> TensorColumns:
         """Return tensors bound to their chunks, each covered by them once.
 
-        Tensors whose chunks differ only in offsets are a kind, which is checked once. Tensors that
-        cannot be read are left out; `unreadable` has the reason for each.
+        Tensors that cannot be read are left out; `unreadable` has the reason for each.
         """
-        numbers: dict[Hashable, int] = {}
-        kinds: list[TensorKind] = []
-        names: list[str] = []
-        kind: list[int] = []
-        starts: list[int] = []
+        binder, slots = ChunkBinder(self._folder), max(self._ranks.values(), default=0) + 1
         is_remote = isinstance(self._folder, RemotePath)
         for group in _group_by_chunks(tensors, _REQUESTED_CHUNKS if is_remote else _READ_CHUNKS):
             chunks = {name: self._list_chunks(name, tensors[name]) for name in group}
             self._prefetch(chunk for listed in chunks.values() for chunk in listed)
             archives = self._find_archives(tensors, chunks)
             for name in group:
-                if name in self.unreadable:
-                    continue
-                described = tensors[name]
-                located = self._locate(name, described, chunks[name], archives)
-                alike = tuple((rank, *part[:3], part.strides) for rank, part in located)
-                key = described.dtype, described.shape, alike
-                if key not in numbers:
-                    numbers[key] = len(kinds)
-                    tensor = self._bind(name, described, located)
-                    kinds += TensorColumns.of({name: tensor}).kinds
-                names.append(name)
-                kind.append(numbers[key])
-                starts += [part.offset for _, part in located]
-        return TensorColumns(names, kinds, kind, starts)
+                if name not in self.unreadable:
+                    dtype, shape, _ = tensors[name]
+                    located = self._locate(name, dtype, chunks[name], archives)
+                    binder.add(name, dtype, shape, located, slots)
+        return binder.bind()
 
     def _prefetch(self, chunks: Iterable[DcpChunk]) -> None:
         """Request the heads and tails of archives from a store together."""
@@ -559,12 +545,12 @@ class ChunkReader(Closing):
     def _locate(
         self,
         name: str,
-        described: DcpTensor,
+        dtype: DType,
         chunks: Sequence[DcpChunk],
         archives: Mapping[StoredBytes, _Archived],
     ) -> list[tuple[int, Region]]:
         """Return the chunks of a tensor as regions of their files."""
-        itemsize_bytes = described.dtype.itemsize_bytes
+        itemsize_bytes = dtype.itemsize_bytes
         located = []
         for chunk in chunks:
             file, begin, archived, crc32 = archives[chunk.place]
@@ -587,19 +573,6 @@ class ChunkReader(Closing):
             rank = self._ranks[chunk.place.file]
             located.append((rank, Region(*chunk.box, file, start, strides)))
         return located
-
-    def _bind(
-        self, name: str, described: DcpTensor, located: Sequence[tuple[int, Region]]
-    ) -> StoredTensor:
-        """Return a tensor bound to its chunks, which must cover it once."""
-        # Equal boxes of ranks that saved on their own are copies; others must not overlap.
-        distinct = {part.box: str(part.container) for _, part in reversed(located)}
-        check_disjoint(self._folder, name, [(file, box) for box, file in distinct.items()])
-        slots = max(self._ranks.values()) + 1
-        binding = bind_regions(described.shape, located, slots, described.dtype.itemsize_bytes)
-        tensor = StoredTensor(name, described.dtype, binding)
-        _ = tensor.assembly
-        return tensor
 
     def _find_archived(self, name: str, described: DcpTensor, chunk: DcpChunk) -> _Archived:
         """Return the archive of a chunk, checked against `.metadata`."""
