@@ -27,10 +27,19 @@ def main(original: str, *folders: str) -> None:
                 for name, value in whole.items()
             }
             state = {name: torch.zeros_like(value) for name, value in expected.items()}
+            saved = {
+                name: (value._version, value.to_local()._version) for name, value in state.items()
+            }
             reshard.torch.load(folder, state)
             for name, value in state.items():
                 if not torch.equal(value.to_local(), expected[name].to_local()):
                     raise SystemExit(f"{name} from {folder} differs on rank {dist.get_rank()}")
+                # Autograd has to detect that values it saved were overwritten.
+                versions = value._version, value.to_local()._version
+                if not all(
+                    after > before for after, before in zip(versions, saved[name], strict=True)
+                ):
+                    raise SystemExit(f"{name} from {folder} has the versions {versions} of before")
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -486,6 +486,23 @@ def freed_tensors() -> None:
     )
 
 
+def a_target_in_use_by_autograd() -> None:
+    """Autograd refuses values of a target that a run has overwritten since they were saved."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    # Long rows are copied by NumPy, and not by torch, which would count the write itself.
+    shape = (8 * dist.get_world_size(), 1024)
+    source = {"weight": distribute_tensor(torch.ones(shape), mesh, [Shard(0)])}
+    for placement in (Shard(0), Shard(1), Replicate()):
+        weight = torch.nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [placement]))
+        refit = Refit.prepare(source, {"weight": weight})
+        local = weight.to_local()
+        inputs = torch.ones_like(local, requires_grad=True)
+        total = (inputs * local).sum()
+        refit.run()
+        refused(total.backward, RuntimeError, "")
+        expect(inputs.grad is None, f"a gradient of overwritten values, with {placement}")
+
+
 CASES = [
     maxima,
     moved_tensors,
@@ -495,6 +512,7 @@ CASES = [
     sources_prepared_again,
     tied_tensors,
     freed_tensors,
+    a_target_in_use_by_autograd,
 ]
 
 

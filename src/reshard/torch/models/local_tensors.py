@@ -265,9 +265,10 @@ _Span = tuple[str, int, int, str]
 class LocalTensors:
     """A rank's tensors by common name, and its manifest.
 
-    `tensors` are the model's objects, `locals` their memory on this rank. `described` determines
-    the listing except for memory addresses, or is None if other state does too. `columns` are the
-    values given, if they were listed by columns.
+    `tensors` are the model's objects, `locals` their memory on this rank, and `inner` the tensors
+    inside of those that wrap others, such as DTensors. `described` determines the listing except
+    for memory addresses, or is None if other state does too. `columns` are the values given, if
+    they were listed by columns.
     """
 
     manifest: ModelManifest
@@ -279,9 +280,10 @@ class LocalTensors:
     def __post_init__(self) -> None:
         local_tensors = list_locals(self.tensors.values())
         # The local tensor of a DTensor may change, so each run queries all of them.
-        self._own = (
-            local_tensors if all(map(operator.is_, local_tensors, self.tensors.values())) else None
-        )
+        are_own = list(map(operator.is_, local_tensors, self.tensors.values()))
+        self._own = local_tensors if all(are_own) else None
+        # Torch counts the writes of a DTensor and of its local tensor separately.
+        self.inner = list(compress(local_tensors, map(operator.not_, are_own)))
         known_addresses = self.columns.addresses if self.columns is not None else None
         self._addresses = known_addresses or list(map(torch.Tensor.data_ptr, local_tensors))
         self._looks = _list_looks(local_tensors)

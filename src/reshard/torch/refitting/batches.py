@@ -168,7 +168,7 @@ class RefitTransfer(Transfer):
             is_staged = number >= part.buckets
             batches.append(TransferBatch(exchanges, changes, of.before, of.after, is_staged))
         written = target.tensors.values()
-        super().__init__(batches, group, written, result="the target")
+        super().__init__(batches, group, written, target.inner, result="the target")
 
     @property
     def extra_bytes(self) -> int:

@@ -139,9 +139,9 @@ def load(
         local_bytes += out[name].nbytes
         if beside[name] is not locals_[name]:
             locals_[name].copy_(beside[name])
-        elif not locals_[name].is_inference():
-            # Reading a file writes tensors without autograd noticing, so mark them as changed.
-            torch.autograd.graph.increment_version(locals_[name])
+        # Reading a file writes tensors without autograd noticing, so mark them as changed. A
+        # DTensor has a version of its own, which writes to its local tensor do not change.
+        torch.autograd.graph.increment_version([written[name], locals_[name]])
     forget_cached()
     filled = {prefix + name for name in given}
     unused = tuple(name for name in checkpoint.tensors if name not in filled)
