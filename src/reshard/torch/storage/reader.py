@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import math
 import os
 import uuid
@@ -33,7 +32,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -46,10 +44,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from reshard.binding import FileRange, View
+from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, bounding_range, read_region
-from reshard.checkpoint.blocks.spans import Tile, source_tiles
+from reshard.checkpoint.blocks.spans import source_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.formats.opening import open_checkpoint
@@ -70,47 +68,32 @@ from reshard.checkpoint.storage.threads import run_in_threads
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, ReshardError, ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
-from reshard.geometry.regions import Region
+from reshard.geometry.regions import Region, multiply_runs
 from reshard.layout import Box
 
 # A tensor with more boxes than this has a single chunk in PyTorch's planner.
 MOST_CHUNKS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class ShardPart:
-    """A box of a stored shard, and its position in a box of the tensor.
+def list_parts(tensor: StoredTensor, box: Box) -> Iterator[Region]:
+    """Yield the regions of shards that make up a box of a tensor, with each element once.
 
-    `local` is its offset in the shard of `tile`, and `inside` its offset in the box.
+    Indices count from the start of the box. The container is the file range of a shard, and offset
+    and strides are in its elements.
     """
-
-    tile: Tile
-    local: tuple[int, ...]
-    inside: tuple[slice, ...]
-
-
-def list_parts(tensor: StoredTensor, box: Box) -> Iterator[ShardPart]:
-    """Yield the boxes of shards that make up a box of a tensor, with each element once."""
     if not box.elements:
         return
     for tile in source_tiles(tensor.assembly).intersecting(box):
-        columns = []
+        runs = []
         for d, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):
             starts, lengths, locals_ = tile.start[d], tile.length[d], tile.local[d]
             begin, end = starts.clip(min=low), (starts + lengths).clip(max=high)
-            met = (end > begin).nonzero()[0]
-            columns.append(
-                [
-                    (int(locals_[i] + begin[i] - starts[i]), int(begin[i]) - low, int(end[i]) - low)
-                    for i in met.tolist()
-                ]
-            )
-        for product in itertools.product(*columns):
-            yield ShardPart(
-                tile,
-                tuple(local for local, _, _ in product),
-                tuple(slice(begin, end) for _, begin, end in product),
-            )
+            columns = begin - low, end - low, locals_ + begin - starts
+            inside = end > begin
+            runs.append([*zip(*(column[inside].tolist() for column in columns), strict=True)])
+        view = tensor.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
+        place = tensor.file_range(tile.slot, tile.number, tile.offset)
+        yield from multiply_runs(runs, place, view.offset, view.strides)
 
 
 def _list_boxes(tensor: StoredTensor) -> list[Box]:
@@ -121,15 +104,13 @@ def _list_boxes(tensor: StoredTensor) -> list[Box]:
     tiles = source_tiles(tensor.assembly).tiles
     if sum(math.prod(map(len, tile.start)) for tile in tiles) > MOST_CHUNKS:
         return [whole]
-    boxes = []
+    boxes: list[Box] = []
     for tile in tiles:
-        pieces = [
-            zip(start.tolist(), length.tolist(), strict=True)
+        runs = [
+            [*zip(start.tolist(), (start + length).tolist(), start.tolist(), strict=True)]
             for start, length in zip(tile.start, tile.length, strict=True)
         ]
-        for product in itertools.product(*pieces):
-            start = tuple(begin for begin, _ in product)
-            boxes.append(Box(start, tuple(begin + length for begin, length in product)))
+        boxes += (part.box for part in multiply_runs(runs, tile, 0, (0,) * len(runs)))
     return sorted(boxes)
 
 
@@ -233,18 +214,18 @@ class _TensorRead:
     number: int
     item: ReadItem
     tensor: StoredTensor
-    parts: tuple[ShardPart, ...]
+    parts: tuple[Region, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _PartRead:
-    """A box of a shard to read into a part of a tensor; nothing is read if `part` is None.
+    """A region of a shard to read into a part of a tensor; nothing is read if `region` is None.
 
     `count` such parts fill the tensor `whole`.
     """
 
     read: _TensorRead
-    part: ShardPart | None
+    region: Region | None
     target: torch.Tensor
     whole: torch.Tensor
     count: int
@@ -252,12 +233,10 @@ class _PartRead:
     @property
     def spans(self) -> list[ReadSpan]:
         """The byte ranges to read, with the number of bytes read of each."""
-        if self.part is None:
+        if self.region is None:
             return []
-        place, view = _place_of(self.read.tensor, self.part)
-        itemsize = self.read.tensor.dtype.itemsize_bytes
-        region = _region_of(view, self.part, tuple(self.target.shape))
-        start, stop, size = bounding_range(region, itemsize, JOINED_BYTES)
+        itemsize, place = self.read.tensor.dtype.itemsize_bytes, self.region.container
+        start, stop, size = bounding_range(self.region, itemsize, JOINED_BYTES)
         at = place.start_bytes
         return [(ByteRange(place.path, at + start, at + stop), size)]
 
@@ -484,12 +463,12 @@ def _list_part_reads(
     read: _TensorRead, whole: torch.Tensor, most_bytes: int, *, is_hull: bool = False
 ) -> list[_PartRead]:
     """Return the reads of a tensor, in pieces of limited size; in the file if `is_hull`."""
-    found: list[tuple[ShardPart | None, torch.Tensor]] = []
+    found: list[tuple[Region | None, torch.Tensor]] = []
     for part in read.parts:
-        strides = _place_of(read.tensor, part)[1].strides if is_hull else None
-        found += _split(part, whole[(*part.inside, ...)], most_bytes, strides)
+        inside = map(slice, part.start, part.stop)
+        found += _split(part, whole[(*inside, ...)], most_bytes, is_hull=is_hull)
     found = found or [(None, whole)]
-    return [_PartRead(read, part, target, whole, len(found)) for part, target in found]
+    return [_PartRead(read, region, target, whole, len(found)) for region, target in found]
 
 
 def _run(
@@ -540,62 +519,52 @@ def _make_buffer() -> AlignedBuffer:
     return AlignedBuffer(AlignedBuffer.capacity_for(BUFFER_BYTES))
 
 
-def _place_of(tensor: StoredTensor, part: ShardPart) -> tuple[FileRange, View]:
-    """Return the file range of the cell of a shard that has a part, and its view."""
-    tile = part.tile
-    view = tensor.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
-    return tensor.file_range(tile.slot, tile.number, tile.offset), view
-
-
 def _find_place(read: _TensorRead) -> tuple[str, int]:
     if not read.parts:
         return "", 0
-    place, _ = _place_of(read.tensor, read.parts[0])
+    place = read.parts[0].container
     return place.path, place.start_bytes
 
 
 def _split(
-    part: ShardPart,
-    target: torch.Tensor,
-    most_bytes: int = _PIECE_BYTES,
-    strides: tuple[int, ...] | None = None,
-) -> Iterator[tuple[ShardPart, torch.Tensor]]:
-    """Yield pieces of a part of at most so many bytes, so that threads share the work.
+    region: Region, target: torch.Tensor, most_bytes: int, *, is_hull: bool
+) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Yield pieces of a region of at most so many bytes, so that threads share the work.
 
-    With `strides`, those of elements in the file, bytes between the elements count too.
+    If `is_hull`, bytes between the elements in the file count too.
     """
     long = [d for d, n in enumerate(target.shape) if n > 1]
     if not long:
-        yield part, target
+        yield region, target
         return
     # Split the outermost dimension, so each piece is as contiguous in the file as the whole.
-    d, rows = long[0], target.shape[long[0]]
-    row_elements = target.numel() // rows if strides is None else strides[d]
-    row_bytes = row_elements * target.element_size()
+    d, rows, first = long[0], target.shape[long[0]], region.start[long[0]]
+    row_bytes = (region.strides[d] if is_hull else target.numel() // rows) * target.element_size()
     if rows * row_bytes <= most_bytes:
-        yield part, target
+        yield region, target
         return
     step = max(1, most_bytes // row_bytes)
     for begin in range(0, rows, step):
-        local = (*part.local[:d], part.local[d] + begin, *part.local[d + 1 :])
-        piece = target.narrow(d, begin, min(step, rows - begin))
-        yield from _split(ShardPart(part.tile, local, part.inside), piece, most_bytes, strides)
+        stop = min(begin + step, rows)
+        part = region.narrow(d, first + begin, first + stop)
+        yield from _split(part, target.narrow(d, begin, stop - begin), most_bytes, is_hull=is_hull)
 
 
 def _fill(task: _PartRead, buffer: AlignedBuffer, *, files: OpenFiles[SourceFile]) -> _PartRead:
-    """Read the box of a task into its tensor."""
-    part, target = task.part, task.target
-    if part is None:
+    """Read the region of a task into its tensor."""
+    region, target = task.region, task.target
+    if region is None:
         return task
-    tensor = task.read.tensor
-    place, view = _place_of(tensor, part)
+    tensor, place = task.read.tensor, region.container
     file = files[place.path]
     stored = getattr(torch, tensor.dtype.name)
     is_in_place = target.device.type == "cpu" and target.dtype == stored
     memory = target if is_in_place else torch.empty(target.shape, dtype=stored)
     array = TorchTensors(memory).writable(memory, tensor.name)
-    if not _read_straight(file, place.start_bytes, view, part.local, array):
-        region = _region_of(view, part, array.shape)
+    if region.is_dense() and array.flags.c_contiguous:
+        start_bytes = place.start_bytes + region.offset * array.dtype.itemsize
+        file.read_into(array.reshape(-1).view(np.uint8).data, start_bytes)
+    else:
         read_region(file, place.start_bytes, region, array, buffer)
     if not is_in_place:
         target.copy_(memory)
@@ -603,23 +572,3 @@ def _fill(task: _PartRead, buffer: AlignedBuffer, *, files: OpenFiles[SourceFile
         # Reading a file writes the tensor without autograd noticing, so mark it as changed.
         torch.autograd.graph.increment_version(target)
     return task
-
-
-def _region_of(view: View, part: ShardPart, shape: tuple[int, ...]) -> Region:
-    """Return the region of a shard that a part reads, in elements of the shard."""
-    offset = view.offset + sum(a * s for a, s in zip(part.local, view.strides, strict=True))
-    return Region((0,) * len(shape), shape, part.tile, offset, view.strides)
-
-
-def _read_straight(
-    file: SourceFile, start_bytes: int, view: View, local: tuple[int, ...], target: NDArray[Any]
-) -> bool:
-    """Read a box directly if it is contiguous in file and memory; return False if it is not."""
-    dense = View.row_major(target.shape).strides
-    pairs = zip(target.shape, dense, view.strides, strict=True)
-    if not target.flags.c_contiguous or any(n > 1 and a != b for n, a, b in pairs):
-        return False
-    first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
-    memory = target.reshape(-1).view(np.uint8).data
-    file.read_into(memory, start_bytes + first * target.dtype.itemsize)
-    return True
