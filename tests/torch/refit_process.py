@@ -35,7 +35,7 @@ from reshard.errors import RunError, ShardError, UsageError
 from reshard.plans.plan import Plan
 from reshard.recipes.library import load_recipe
 from reshard.torch import BlockQuantized, Cast, Refit, by_recipe, refit
-from reshard.torch.exchange.agreement import gather, scatter
+from reshard.torch.exchange.agreement import gather, gather_all, scatter
 from selection import choose
 
 TP = {name: [Shard("tp" not in CUTS[name].split(",")[0])] for name in CUTS}
@@ -49,16 +49,16 @@ def metadata() -> None:
     even, odd = b"even" * 10, b"odd"
     own = even if rank % 2 == 0 else odd
     expected = {r: even if r % 2 == 0 else odd for r in range(4)}
-    found = gather(own, None)
-    expect(found.values == expected, f"gathered {found.values}")
+    (found,), received_bytes = gather_all([own], None)
+    expect(found == expected, f"gathered {found}")
     # Ranks 0 and 1 are the first with theirs.
     first = {0: len(odd), 1: len(even)}
-    expect(found.received_bytes == first.get(rank, len(even + odd)), "received")
-    found = gather(own, None, to_first=True)
-    expect(found.received_bytes == (len(odd) if rank == 0 else 0), "received by the first")
-    expect(rank != 0 or found.values == expected, f"gathered {found.values}")
+    expect(received_bytes == first.get(rank, len(even + odd)), "received")
+    (found,), received_bytes = gather_all([own], None, to_first=True)
+    expect(received_bytes == (len(odd) if rank == 0 else 0), "received by the first")
+    expect(rank != 0 or found == expected, f"gathered {found}")
     found = gather(b"" if rank else b"x", None)
-    expect(found.values == {0: b"x", 1: b"", 2: b"", 3: b""}, f"gathered {found.values}")
+    expect(found == {0: b"x", 1: b"", 2: b"", 3: b""}, f"gathered {found}")
     part, moved_bytes = scatter(iter("abcd") if rank == 0 else None, None)
     expect(part == "abcd"[rank], f"got {part}")
     expect(moved_bytes == len(pickle.dumps("a")) * (3 if rank == 0 else 1), "scattered")

@@ -1,4 +1,4 @@
-"""Sides find their ranks, engines are found, and who lacks the secret is found out."""
+"""Ranks of a side find each other, trainers find engines, and processes prove the secret."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from reshard.torch.links.handshake import (  # noqa: E402
     find_engines,
     find_trainer,
     prove_secret,
+    read_announcement,
     rendezvous_key,
     wait_for_engines,
 )
@@ -60,7 +61,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def test_ranks_of_a_side_find_one_number(store: SealedStore) -> None:
+def test_the_ranks_of_a_side_get_the_same_announcement(store: SealedStore) -> None:
     found = together(*[lambda rank=rank: announce(store, "a", rank, 3, 20) for rank in (2, 1, 0)])
     process = f"host {socket.gethostname()}, process {os.getpid()}"
     told = Announcement(0, "a", 3, 3, found[0].tokens, reshard.__version__, (process,) * 3)
@@ -70,7 +71,7 @@ def test_ranks_of_a_side_find_one_number(store: SealedStore) -> None:
     assert find_engines(store, {0}) == []
 
 
-def test_engines_of_one_name_are_told_so(store: SealedStore) -> None:
+def test_engines_of_the_same_name_count_as_one(store: SealedStore) -> None:
     trainer = announce(store, TRAINER, 0, 1, 20)
     engines = [announce(store, name, 0, 1, 20) for name in "ab"]
     for one in (engines[0], replace(engines[0], number=7), engines[1]):
@@ -85,7 +86,7 @@ def test_engines_of_one_name_are_told_so(store: SealedStore) -> None:
         wait_for_engines(store, set(), 3, 0.1, trainer, Heartbeat())
 
 
-def test_a_side_that_comes_again_has_another_number(store: SealedStore) -> None:
+def test_a_restarted_side_gets_another_number(store: SealedStore) -> None:
     # The first rank of the first time died before it saw the other one's claim.
     lost = store.add("sides", 1) - 1
     store.set("side/a", str(lost))
@@ -96,12 +97,12 @@ def test_a_side_that_comes_again_has_another_number(store: SealedStore) -> None:
     assert found.number == lost + 1
 
 
-def test_ranks_that_count_their_side_otherwise(store: SealedStore) -> None:
+def test_ranks_with_different_numbers_of_ranks_are_refused(store: SealedStore) -> None:
     found = together(lambda: announce(store, "a", 0, 2, 20), lambda: announce(store, "a", 1, 3, 20))
     assert all(isinstance(one, LinkError) and "rank 1 has ranks=3" in str(one) for one in found)
 
 
-def test_who_waits_long_says_for_whom(
+def test_a_long_wait_is_reported_with_what_is_awaited(
     store: SealedStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(log, "NOTICE_S", 0.05)
@@ -118,7 +119,7 @@ def test_who_waits_long_says_for_whom(
     ]
 
 
-def test_ranks_that_do_not_come(store: SealedStore) -> None:
+def test_missing_ranks_are_named_after_the_timeout(store: SealedStore) -> None:
     with pytest.raises(LinkError, match="rank 1 of a did not come"):
         announce(store, "a", 0, 2, 0.2)
     with pytest.raises(LinkError, match="rank 0 of b did not let rank 1 in"):
@@ -127,7 +128,7 @@ def test_ranks_that_do_not_come(store: SealedStore) -> None:
         find_trainer(store, 0.2)
 
 
-def test_releases_that_do_not_understand_each_other(
+def test_sides_with_different_protocols_are_refused(
     store: SealedStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = announce(store, TRAINER, 0, 1, 1)
@@ -151,13 +152,14 @@ def test_releases_that_do_not_understand_each_other(
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"number": "0", "name": "a", "ranks": 1}'])
-def test_what_announces_nothing(text: bytes) -> None:
-    with pytest.raises(LinkError, match="announces no side"):
-        Announcement.read(text)
+def test_invalid_announcements_are_refused(store: SealedStore, text: bytes) -> None:
+    store.set("announcement/3", text)
+    with pytest.raises(LinkError, match="is no announcement of a side of a link"):
+        read_announcement(store, 3)
 
 
 @pytest.mark.parametrize("keys", [(b"k", b"k", b"k"), (b"k", b"k", b"other")])
-def test_the_secret_is_proven(keys: tuple[bytes, ...]) -> None:
+def test_processes_without_the_secret_are_named(keys: tuple[bytes, ...]) -> None:
     shared = dist.HashStore()
     patience = datetime.timedelta(seconds=20)
 

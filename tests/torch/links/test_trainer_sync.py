@@ -1,4 +1,4 @@
-"""What the ranks of a trainer saw of a run becomes one account, the same on all."""
+"""The ranks of a trainer combine their observations of a run, and compare engines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch.distributed as dist  # noqa: E402
 from reshard.errors import LinkError, RunError  # noqa: E402
 from reshard.torch.links.handshake import Announcement  # noqa: E402
 from reshard.torch.links.heartbeat import Heartbeat  # noqa: E402
+from reshard.torch.links.messages import read_message, write_message  # noqa: E402
 from reshard.torch.links.sealed_store import SealedStore, derive_key  # noqa: E402
 from reshard.torch.links.trainer_sync import (  # noqa: E402
     RunSummary,
@@ -54,7 +55,7 @@ def trainer_of(ranks: int) -> Announcement:
     return Announcement(0, "trainer", ranks, tokens=tuple(f"token {rank}" for rank in range(ranks)))
 
 
-def test_an_engine_counts_where_one_rank_heard_of_it() -> None:
+def test_an_engine_counts_as_served_if_any_rank_observed_it() -> None:
     first = RunSummary({"a": (0.5, "trainer")}, {"b": "it left"}, (4,), 8)
     other = RunSummary({"a": (0.7, "trainer"), "b": (0.6, "a")}, {"c": "it died"}, (5,), 8)
     found = RunSummary.merge([first, other])
@@ -63,7 +64,7 @@ def test_an_engine_counts_where_one_rank_heard_of_it() -> None:
     assert found.given_up == (4, 5) and found.trainer_bytes == 8
 
 
-def test_where_ranks_differ_the_first_counts() -> None:
+def test_if_ranks_differ_the_first_rank_counts() -> None:
     told = [RunSummary({}, {"b": why}) for why in ("it left", "rank 3 does not answer")]
     assert RunSummary.merge(told).lost == {"b": "it left"}
 
@@ -78,15 +79,15 @@ def test_where_ranks_differ_the_first_counts() -> None:
         {"trainer_bytes": ""},
     ],
 )
-def test_what_is_no_account(change: dict[str, object]) -> None:
-    text = json.dumps({**json.loads(RunSummary({}).write()), **change})
+def test_invalid_summaries_are_refused(change: dict[str, object]) -> None:
+    text = json.dumps({**json.loads(write_message(RunSummary({}))), **change})
     with pytest.raises(LinkError, match="is no account of a run"):
-        RunSummary.read(text)
+        read_message(RunSummary, text, "account of a run")
     with pytest.raises(LinkError, match="is no account of a run"):
-        RunSummary.read("{")
+        read_message(RunSummary, "{", "account of a run")
 
 
-def test_all_ranks_have_one_account() -> None:
+def test_all_ranks_get_the_same_summary_and_nothing_is_left_at_the_store() -> None:
     store, trainer, found = open_store(), trainer_of(3), {}
     store.set("step/7", "told")
 
@@ -111,28 +112,32 @@ def test_all_ranks_have_one_account() -> None:
 def test_the_first_rank_waits_until_others_have_read() -> None:
     store = open_store()
     store = Asked(store._store, store.key)
-    store.set("step/7/said/1", OTHER.write())
+    store.set("step/7/said/1", write_message(OTHER))
     found = exchange_summaries(store, "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, Heartbeat())
     # With the first rank the store would have ended, and nobody could have read this.
-    assert RunSummary.read(store.account) == found == RunSummary.merge([FIRST, OTHER])
+    assert (
+        read_message(RunSummary, store.account, "account of a run")
+        == found
+        == RunSummary.merge([FIRST, OTHER])
+    )
 
 
-def test_one_that_ends_before_it_has_read_is_not_waited_for() -> None:
+def test_the_first_rank_does_not_wait_for_a_rank_that_has_ended() -> None:
     store, seen = open_store(), Seen()
-    store.set("step/7/said/1", OTHER.write())
+    store.set("step/7/said/1", write_message(OTHER))
     seen.end("token 1")
     found = exchange_summaries(store, "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, seen)
     assert found == RunSummary.merge([FIRST, OTHER])
 
 
-def test_one_that_does_not_read_is_waited_for_as_long_as_was_said() -> None:
+def test_the_first_rank_waits_for_a_rank_until_the_timeout() -> None:
     store = open_store()
-    store.set("step/7/said/1", OTHER.write())
+    store.set("step/7/said/1", write_message(OTHER))
     found = exchange_summaries(store, "step/7", FIRST, trainer_of(2), 0, 0.01, Heartbeat())
     assert found == RunSummary.merge([FIRST, OTHER])
 
 
-def test_one_that_says_nothing() -> None:
+def test_a_rank_that_reports_nothing_is_named() -> None:
     with pytest.raises(LinkError, match=r"rank 1 of the trainer does not answer for 0\.01 s"):
         exchange_summaries(open_store(), "step/7", FIRST, trainer_of(2), 0, 0.01, Heartbeat())
     seen = Seen()
@@ -141,7 +146,7 @@ def test_one_that_says_nothing() -> None:
         exchange_summaries(open_store(), "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, seen)
 
 
-def test_a_trainer_of_one_rank_asks_nobody() -> None:
+def test_the_only_rank_of_a_trainer_waits_for_none() -> None:
     assert (
         exchange_summaries(open_store(), "step/7", FIRST, trainer_of(1), 0, 0.01, Heartbeat())
         is FIRST
@@ -162,13 +167,10 @@ def sync_with(
 ) -> TrainerSync:
     """A trainer's sync with engines, of one rank each."""
 
-    class Told:
-        values: dict[int, bytes] = {0: b"0", 1: b"kind"}  # noqa: RUF012
-
     class Pair:
         ranks = (0, 1)
 
-    monkeypatch.setattr("reshard.torch.links.trainer_sync.gather", lambda *_: Told)
+    monkeypatch.setattr("reshard.torch.links.trainer_sync.gather", lambda *_: {0: b"0", 1: b"kind"})
     turn = threading.Lock()
     callbacks: dict[str, Any] = dict.fromkeys(
         ("prepare", "begin", "give_up", "take_lost", "interrupt", "exchange_summaries")
@@ -181,7 +183,7 @@ def sync_with(
     return sync
 
 
-def test_engines_are_compared_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_compared_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each waits until all three are compared.
     together = threading.Barrier(3, timeout=PATIENCE_S)
     sync_with(dict.fromkeys("abc", together.wait), monkeypatch).verify()  # type: ignore[arg-type]
@@ -198,7 +200,7 @@ def test_engines_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(raised.value) == "; ".join(told)
 
 
-def test_what_is_no_difference_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_a_comparison_are_raised_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise MemoryError("no more")
 

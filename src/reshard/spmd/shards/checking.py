@@ -112,7 +112,7 @@ def check_copies(runner: Runner, shards: Mapping[int, Any], kind: ArrayType) -> 
     }
     from reshard.torch.exchange.agreement import gather
 
-    every = gather(json.dumps(own).encode(), _group_of(runner)).values
+    every = gather(json.dumps(own).encode(), _group_of(runner))
     ranks_with: dict[str, dict[str, list[int]]] = {}
     for rank, found in every.items():
         for boxes, digest in json.loads(found).items():

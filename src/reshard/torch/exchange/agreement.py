@@ -164,7 +164,7 @@ def _raise_problems(
     own_problem: str | None, group: RankGroup, otherwise: str, cause: Exception | None = None
 ) -> NoReturn:
     # Texts are gathered only when it is known that some rank has a problem.
-    every = gather((own_problem or "").encode(), group).values
+    every = gather((own_problem or "").encode(), group)
     ranks_with: dict[str, list[int]] = {}
     for rank, problem in every.items():
         if problem:
@@ -177,7 +177,7 @@ def _raise_problems(
 
 
 def _raise_threads(name: str, group: RankGroup) -> NoReturn:
-    every = gather(name.encode(), group).values
+    every = gather(name.encode(), group)
     shown = ", ".join(
         f"rank {rank} calls from {other.decode(errors='replace')!r}"
         for rank, other in every.items()
@@ -197,7 +197,7 @@ def _raise_difference(intent: CallSignature, group: RankGroup) -> NoReturn:
         (name, (part.hex(), shown.get(name, "")[:_MAX_SHOWN]))
         for name, part in intent.parts.items()
     ]
-    every = gather(json.dumps(None if intent.is_open else own).encode(), group).values
+    every = gather(json.dumps(None if intent.is_open else own).encode(), group)
     told = {rank: json.loads(parts) for rank, parts in every.items()}
     # Compare only digests, since equal calls may have differently spelled texts.
     pairs = [
@@ -247,44 +247,38 @@ _DIGEST_WORDS = 2
 _UNANSWERED = "nothing was moved"
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The bytes of ranks, by global rank, and how many this rank received.
-
-    Equal bytes are the same object.
-    """
-
-    values: dict[int, bytes]
-    received_bytes: int
-
-
 def gather(
     own: bytes, group: Group, to_first: bool = False, otherwise: str = _UNANSWERED
-) -> Gathered:
+) -> dict[int, bytes]:
     """Return the bytes of all ranks, on every rank or on the group's first rank only.
 
-    Raises RunError, with the prefix `otherwise`, if a rank does not answer.
+    Equal bytes are the same object. Raises RunError, with the prefix `otherwise`, if a rank does
+    not answer.
     """
-    (found,) = gather_all([own], group, to_first, otherwise)
+    ((found,), _) = gather_all([own], group, to_first, otherwise)
     return found
 
 
 def gather_all(
     values: Sequence[bytes], group: Group, to_first: bool = False, otherwise: str = _UNANSWERED
-) -> list[Gathered]:
-    """Return each of several values of all ranks, as many on every rank. See `gather`."""
+) -> tuple[list[dict[int, bytes]], int]:
+    """Return each of several values of all ranks, and the bytes received. See `gather`.
+
+    All ranks have as many values.
+    """
     among = rank_group(group)
     with among.errors(otherwise):
         digests = _gather_digests(values, among)
-        return [
+        found = [
             _gather_unequal(own, [row[number] for row in digests], among, to_first)
             for number, own in enumerate(values)
         ]
+    return [of for of, _ in found], sum(received_bytes for _, received_bytes in found)
 
 
 def _gather_unequal(
     own: bytes, digests: list[tuple[int, ...]], among: RankGroup, to_first: bool
-) -> Gathered:
+) -> tuple[dict[int, bytes], int]:
     """Return the values of all ranks; equal values come from the first rank that has them."""
     ranks, me = among.ranks, among.rank
     first_with: dict[tuple[int, ...], int] = {}
@@ -311,7 +305,7 @@ def _gather_unequal(
             found[digest] = bytes_of(data)
     # Values that were not received are this rank's own.
     every = zip(ranks, digests, strict=True)
-    return Gathered({rank: found.get(digest, own) for rank, digest in every}, received_bytes)
+    return {rank: found.get(digest, own) for rank, digest in every}, received_bytes
 
 
 def share(value: Any, sender: int, group: Group) -> Any:

@@ -51,6 +51,7 @@ from reshard.torch.exchange.exchange import LostMessageError, MessageExchange, e
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.copies import WORDS, copier, empty_bytes
 from reshard.torch.exchange.packing.messages import RankMessage, RankTransfers, list_messages
+from reshard.torch.exchange.timeline import span
 
 ChangeUnit: TypeAlias = Literal["elements", "blocks"]
 ChangedOnly: TypeAlias = bool | ChangeUnit
@@ -122,7 +123,8 @@ class ChangeExchange:
     """The messages of a rank, of which each run sends the changes.
 
     `sent_bytes` and `received_bytes` are of the last run, and before any run of a whole run;
-    `kept_bytes` is the size of a sender's copies or digests.
+    `kept_bytes` is the size of a sender's copies or digests. A run sends all elements if `is_whole`
+    is set before, equally on all ranks.
 
     Args:
         tensors: this rank's transfers of each with the dtype as sent, in the same order on
@@ -203,6 +205,7 @@ class ChangeExchange:
         self._arriving: deque[tuple[Any, _Received]] = deque()
         self._arrivals = 0
         self.has_failed = False
+        self.is_whole = True
 
     def _prepare_sent(self, itemsize: int, message: RankMessage, slot: int) -> _Sent:
         direct, copies = message.direct, []
@@ -225,29 +228,30 @@ class ChangeExchange:
             self.sent_bytes += other.sent_bytes
             self.received_bytes += other.received_bytes
 
-    def run(self, is_whole: bool) -> None:
-        """Send the changes, or all elements if `is_whole`, which is the same on all ranks.
+    def run(self) -> None:
+        """Send the changes, or all elements.
 
         Raises RunError if a message does not arrive; the targets are then not usable.
         """
-        if is_whole and self._staged is not None:
-            self._staged.run()
-            self._remember()
-            self._count_bytes(self._staged, is_all=True)
-            return
-        self._run_changes(is_whole)
-        if self._near is not None:
-            self._near.run()
-            self._count_bytes(self._near)
+        with span("send changes"):
+            if self.is_whole and self._staged is not None:
+                self._staged.run()
+                self._remember()
+                self._count_bytes(self._staged, is_all=True)
+                return
+            self._run_changes()
+            if self._near is not None:
+                self._near.run()
+                self._count_bytes(self._near)
 
-    def _run_changes(self, is_whole: bool) -> None:
+    def _run_changes(self) -> None:
         if self.has_failed:
             raise RunError("this exchange failed before; prepare another")
         self._group.running.add(self)
         self.sent_bytes = self.received_bytes = 0
         with exchange_errors(self, self._group, "a message did not arrive"):
             try:
-                self._move(is_whole)
+                self._move()
             except RuntimeError as error:
                 raise LostMessageError(str(error)) from error
 
@@ -255,7 +259,7 @@ class ChangeExchange:
         """Keep the sent elements, after all of them were sent in stages."""
         for one in self._sent_once:
             self._pack(one)
-            self._compare(one, is_whole=True)
+            self._compare(one)
 
     def seems_changed(self) -> bool:
         """Return whether all of what this rank sends is better sent in stages.
@@ -285,7 +289,7 @@ class ChangeExchange:
         for works in (self._sends, self._heads, self._arriving):
             works.clear()
 
-    def _move(self, is_whole: bool) -> None:
+    def _move(self) -> None:
         for copy in self._copies:
             copy()
         for sent in self._sent_once:
@@ -295,7 +299,7 @@ class ChangeExchange:
         asked = turn = 0
         for peer, one in self._messages:
             if isinstance(one, _Sent):
-                self._send(peer, one, is_whole)
+                self._send(peer, one)
                 continue
             # Heads are small: wait for some of them ahead, in the order of the messages.
             while asked < min(len(incoming), turn + _HEADS_AHEAD):
@@ -312,9 +316,9 @@ class ChangeExchange:
         while self._sends:
             self._complete_send()
 
-    def _send(self, peer: int, one: _Sent, is_whole: bool) -> None:
+    def _send(self, peer: int, one: _Sent) -> None:
         if one.left == one.users:
-            self._find_changes(one, is_whole)
+            self._find_changes(one)
         elif one.coding == Coding.WHOLE and self._unit == "blocks":
             # Pack again, since another message may have used the slot.
             self._pack(one)
@@ -348,10 +352,10 @@ class ChangeExchange:
         for copy in one.copies:
             copy()
 
-    def _find_changes(self, one: _Sent, is_whole: bool) -> None:
+    def _find_changes(self, one: _Sent) -> None:
         self._pack(one)
         one.coding, one.words, one.payload = Coding.WHOLE, len(one.data), None
-        changed = self._compare(one, is_whole)
+        changed = self._compare(one)
         if changed is None:
             return
         encoded = encode_words(changed, one.data, None, compressed=False)
@@ -362,18 +366,18 @@ class ChangeExchange:
             # Torch requires writable memory.
             one.payload = np.frombuffer(bytearray(encoded.payload), np.uint8)
 
-    def _compare(self, one: _Sent, is_whole: bool) -> NDArray[np.bool_] | None:
+    def _compare(self, one: _Sent) -> NDArray[np.bool_] | None:
         """Return which packed words differ from those kept, and replace these; None for all.
 
         Shape `(words,)`.
         """
         if self._unit == "elements":
-            changed = None if is_whole else one.data != one.kept
+            changed = None if self.is_whole else one.data != one.kept
             if changed is None or changed.any():
                 one.kept[:] = one.data
             return changed
         found = find_digests(one.data)
-        changed = None if is_whole else found != one.kept
+        changed = None if self.is_whole else found != one.kept
         one.kept[:] = found
         if changed is None:
             return None

@@ -33,7 +33,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -47,9 +47,6 @@ from reshard.torch.exchange.consistency import (
 )
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.timeline import span
-
-if TYPE_CHECKING:
-    from reshard.torch.exchange.changes import ChangeExchange
 
 Calls = Sequence[Callable[[], None]]
 # Tags begin at a number that users rarely choose, and repeat after this many transfers.
@@ -69,20 +66,14 @@ class BatchObserver(Protocol):
 class TransferBatch(NamedTuple):
     """Exchanges that run one after another, and calls before and after them.
 
-    `exchanges` are of messages, or runs of a program. `changes` precede them. A batch that
-    `is_staged` has elements between source and target: no rank begins it before all ranks do.
+    `exchanges` are of messages or of changes, or runs of a program. A batch that `is_staged` has
+    elements between source and target: no rank begins it before all ranks do.
     """
 
     exchanges: Sequence[Any]
-    changes: ChangeExchange | None = None
     before: Calls = ()
     after: Calls = ()
     is_staged: bool = False
-
-    @property
-    def all_exchanges(self) -> list[Any]:
-        """All exchanges, in order."""
-        return [*filter(None, [self.changes]), *self.exchanges]
 
 
 class Transfer:
@@ -157,7 +148,7 @@ class Transfer:
     @property
     def exchanges(self) -> list[Any]:
         """The exchanges of all batches, in order."""
-        return [exchange for batch in self.batches for exchange in batch.all_exchanges]
+        return [exchange for batch in self.batches for exchange in batch.exchanges]
 
     @property
     def sent_bytes(self) -> int:
@@ -180,17 +171,15 @@ class Transfer:
         is_over = self._thread is not None and not self._thread.is_alive()
         return self.is_done or self.has_failed or is_over
 
-    def run(self, observer: BatchObserver | None = None, *, is_whole: bool = True) -> None:
+    def run(self, observer: BatchObserver | None = None) -> None:
         """Move the tensors.
-
-        If only changes are sent, `is_whole` sends all elements; it is equal on all ranks.
 
         Raises:
             RunError: on every rank, if a message does not arrive or a rank does not finish, such as
                 for a transform that fails there; tensors are partly written then.
         """
         self.is_done = False
-        self.finish(observer, is_whole=is_whole)
+        self.finish(observer)
 
     def start(self) -> None:
         """Start the only exchange, and return before it ends.
@@ -216,7 +205,7 @@ class Transfer:
             self._fail(error)
             raise
 
-    def finish(self, observer: BatchObserver | None = None, *, is_whole: bool = True) -> None:
+    def finish(self, observer: BatchObserver | None = None) -> None:
         """Return when all ranks have everything. Raises as `run` does."""
         self._check_not_failed()
         try:
@@ -227,7 +216,7 @@ class Transfer:
                 self._is_started = False
                 self.exchanges[0].finish()
             else:
-                problem = self._run_batches(observer, is_whole)
+                problem = self._run_batches(observer)
             if self._confirms:
                 with span("confirm the end"):
                     confirm(self._group, problem)
@@ -244,7 +233,7 @@ class Transfer:
         if self.has_failed:
             raise RunError(f"this transfer failed; {self._result} is not usable")
 
-    def _run_batches(self, observer: BatchObserver | None, is_whole: bool) -> Exception | None:
+    def _run_batches(self, observer: BatchObserver | None) -> Exception | None:
         """Run all batches; return the error of a call, which the other ranks do not know yet."""
         error: Exception | None = None
         for number, batch in enumerate(self.batches):
@@ -256,9 +245,6 @@ class Transfer:
                 confirm(self._group, error)
             name = "batch" if batch.is_staged else "bucket"
             with span(name, partial(dict, number=number)):
-                if batch.changes is not None:
-                    with span("send changes"):
-                        batch.changes.run(is_whole)
                 for exchange in batch.exchanges:
                     exchange.run()
                 error = _call_all(batch.after)

@@ -118,7 +118,7 @@ class EngineSync(WeightSync):
                 sent_bytes, received_bytes = sent_bytes + sent, received_bytes + filled
                 if not own.lacks:
                     self.version, has = order.version, f"version {order.version}"
-                outcome = RunOutcome.read(gather(own.write(), self._group).values.values())
+                outcome = RunOutcome.read(gather(own.write(), self._group).values())
             except ReshardError as error:
                 if self.is_usable:
                     raise LinkError(f"the engine still has {has}: {error}") from error
@@ -137,7 +137,7 @@ class EngineSync(WeightSync):
         with span("wait for the trainer"), self._group.expecting_all():
             messages = gather(b"", self._group, otherwise="the trainer does not answer")
         try:
-            return Order.read(messages.values[first], self._number)
+            return Order.read(messages[first], self._number)
         except PlanError as error:
             # The trainer waits for this process in the run of the other model.
             self._group.break_off(error)

@@ -25,7 +25,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field
 
 from reshard import __version__
 from reshard.errors import LinkError, ReshardError
@@ -33,6 +33,7 @@ from reshard.log import LOGGER, WaitNotice
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.rendezvous import name_process, peer_key
 from reshard.torch.links.heartbeat import Heartbeat
+from reshard.torch.links.messages import OPTIONAL, read_message, write_message
 from reshard.torch.links.sealed_store import SealedStore, code_of
 
 # The protocol between both sides; releases with the same protocol are compatible.
@@ -49,30 +50,10 @@ class Announcement:
     number: int
     name: str
     ranks: int
-    protocol: int = PROTOCOL
-    tokens: tuple[str, ...] = ()
-    release: str = ""
-    processes: tuple[str, ...] = ()
-
-    @classmethod
-    def read(cls, text: bytes) -> Announcement:
-        """Parse an announcement; raise LinkError if invalid."""
-        try:
-            content = json.loads(text)
-            # Other protocols may have more fields.
-            side = cls(
-                **{item.name: content[item.name] for item in fields(cls) if item.name in content}
-            )
-            object.__setattr__(side, "tokens", tuple(side.tokens))
-            object.__setattr__(side, "processes", tuple(side.processes))
-        except (TypeError, ValueError) as error:
-            raise LinkError(f"{text[:80]!r} announces no side of a link") from error
-        numbers = (side.number, side.ranks, side.protocol)
-        texts = (side.name, side.release, *side.tokens, *side.processes)
-        is_told = all(isinstance(item, str) for item in texts)
-        if not is_told or not all(type(item) is int and item >= 0 for item in numbers):
-            raise LinkError(f"{text[:80]!r} announces no side of a link")
-        return side
+    protocol: int = field(default=PROTOCOL, metadata=OPTIONAL)
+    tokens: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
+    release: str = field(default="", metadata=OPTIONAL)
+    processes: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
 
     def name_rank(self, rank: int) -> str:
         """Return the name of a rank for errors.
@@ -135,7 +116,7 @@ def announce(
         release=__version__,
         processes=tuple(processes),
     )
-    store.set(f"announcement/{number}", json.dumps(asdict(side)))
+    store.set(_announcement_key(number), write_message(side))
     return side
 
 
@@ -163,10 +144,10 @@ def _claim_rank(
             raise LinkError(f"rank 0 of {name} did not let rank {rank} in; start it as well")
         presence.check()
         time.sleep(_POLL_S)
-    key = f"announcement/{claimed}"
+    key = _announcement_key(int(claimed))
     if not _comes(lambda: store.check([key]), deadline_s, presence):
         raise LinkError(f"rank 0 of {name} did not announce it")
-    return Announcement.read(store.get(key))
+    return read_announcement(store, int(claimed))
 
 
 def leave(store: SealedStore, side: Announcement, rank: int, reason: str = "") -> None:
@@ -196,19 +177,25 @@ def _name_note(number: int, rank: int) -> str:
 def find_trainer(store: SealedStore, timeout_s: float) -> Announcement:
     """Return the trainer's announcement; raise LinkError if it is late or incompatible."""
     deadline_s, side = time.monotonic() + timeout_s, f"side/{TRAINER}"
-    key = ""
+    number = -1
     if _comes(lambda: store.check([side]), deadline_s, awaited="the trainer"):
-        key = f"announcement/{int(store.get(side))}"
-    if not key or not _comes(lambda: store.check([key]), deadline_s):
+        number = int(store.get(side))
+    key = _announcement_key(number)
+    if number < 0 or not _comes(lambda: store.check([key]), deadline_s):
         raise LinkError(f"no trainer came within {timeout_s:g} s")
-    trainer = Announcement.read(store.get(key))
+    trainer = read_announcement(store, number)
     trainer.check_protocol()
     return trainer
 
 
 def read_announcement(store: SealedStore, number: int) -> Announcement:
     """Return the announcement of a side by number; raise LinkError if invalid."""
-    return Announcement.read(store.get(f"announcement/{number}"))
+    text = store.get(_announcement_key(number))
+    return read_message(Announcement, text, "announcement of a side of a link")
+
+
+def _announcement_key(number: int) -> str:
+    return f"announcement/{number}"
 
 
 def find_engines(store: SealedStore, seen: set[int]) -> list[Announcement]:
@@ -219,8 +206,8 @@ def find_engines(store: SealedStore, seen: set[int]) -> list[Announcement]:
     """
     engines = []
     for number in range(store.add("sides", 0)):
-        if number not in seen and store.check([key := f"announcement/{number}"]):
-            engine = Announcement.read(store.get(key))
+        if number not in seen and store.check([_announcement_key(number)]):
+            engine = read_announcement(store, number)
             if engine.name == TRAINER:
                 continue
             try:

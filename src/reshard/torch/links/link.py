@@ -58,7 +58,7 @@ from reshard.torch.links.messages import (
     OPTIONS,
     RELAYED,
     ForwardOrder,
-    read_buckets,
+    read_message,
     read_options,
     write_options,
 )
@@ -268,13 +268,14 @@ class WeightLink:
         self, model: Model, names: Naming | None, given: Mapping[str, Any]
     ) -> EngineSync:
         (group,) = (group for _, group in self._groups.values())
-        read = read_options(gather(b"", group).values[group.ranks[0]])
+        read = read_options(gather(b"", group)[group.ranks[0]])
         refit = Refit.prepare(None, model, target_names=names, group=group, **read, **given)
         gather(refit.target_digest.encode(), group)
 
         def prepare_relay(group: RankGroup, is_source: bool, batches: Mapping[str, int]) -> Refit:
             message = json.dumps(dict(batches)).encode() if is_source and not self.rank else b""
-            buckets = read_buckets(gather(message, group).values[group.ranks[0]])
+            told = gather(message, group)[group.ranks[0]]
+            buckets = read_message(dict[str, int], told, "table of an engine's buckets")
             side = (model, None) if is_source else (None, model)
             given = {name: read[name] for name in RELAYED if name in read}
             # The names of two engines that are not Megatron's need no new search.

@@ -9,17 +9,77 @@ A run, between the trainer and each engine::
     [if it lacks weights: another order, and the weights from the trainer]
 
 Before the first run, a trainer sends the options of a refit, and an engine the buckets of its
-weights. Nothing is unpickled; invalid messages raise LinkError.
+weights. Nothing is unpickled: a message is a dataclass, and what arrives is compared with the types
+of its fields (`read_message`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from reshard.errors import LinkError, PlanError, UsageError
+
+Message = TypeVar("Message")
+
+
+def write_message(message: Any) -> bytes:
+    """Return a message, a dataclass, as JSON."""
+    return json.dumps(asdict(message)).encode()
+
+
+def read_message(kind: type[Message], text: str | bytes, what: str) -> Message:
+    """Return the message in a text. Raise LinkError for anything else, which is not `what`.
+
+    Numbers are at least 0. Fields that `kind` lacks are ignored: other protocols may have more.
+    They may lack `OPTIONAL` fields.
+
+    >>> read_message(dict[str, int], '{"layers.0.up": 3}', "table of buckets")
+    {'layers.0.up': 3}
+    """
+    try:
+        return _convert(kind, json.loads(text))  # type: ignore[no-any-return]
+    except (TypeError, ValueError, KeyError) as error:
+        raise LinkError(f"{text[:80]!r} is no {what}; give both sides one release") from error
+
+
+# The metadata of fields that a message may lack.
+OPTIONAL = {"optional": True}
+_hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+# What JSON has in place of a type.
+_IN_JSON: dict[Any, Any] = {tuple: list, Mapping: dict, float: (int, float)}
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    """Return a JSON value as an object of a type; raise TypeError, ValueError or KeyError."""
+    if kind is object:
+        return value
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    is_message = is_dataclass(kind)
+    expected: Any = dict if is_message else _IN_JSON.get(origin, origin)
+    # In Python, true and false are integers, too.
+    if not isinstance(value, expected) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is not a {kind}")
+    if is_message:
+        given = [
+            item.name for item in fields(kind) if item.metadata != OPTIONAL or item.name in value
+        ]
+        hints = _hints_of(kind)
+        return kind(**{name: _convert(hints[name], value[name]) for name in given})
+    if origin is tuple:
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(_convert(of, item) for of, item in zip(kinds, value, strict=True))
+    if expected is dict:
+        return {key: _convert(arguments[1], item) for key, item in value.items()}
+    if kind is int and value < 0:
+        raise ValueError(f"{value!r} is below 0")
+    return kind(value)
+
 
 # Why forwarding ended: models do not match; engines cannot connect; anything else.
 MISFIT, UNREACHABLE, BROKE = "misfit", "unreachable", "broke"
@@ -53,17 +113,13 @@ class Order:
         version: of the weights to receive.
         hand_ons: the forward orders that involve the engine.
 
-    >>> Order.read(Order(0, 3).write(), 0)
+    >>> Order.read(write_message(Order(0, 3)), 0)
     Order(sync=0, version=3, hand_ons=())
     """
 
     sync: int
     version: int
     hand_ons: tuple[ForwardOrder, ...] = ()
-
-    def write(self) -> bytes:
-        """Return the order as JSON."""
-        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def read(cls, text: bytes, sync: int) -> Order:
@@ -73,20 +129,7 @@ class Order:
             LinkError: an invalid order.
             PlanError: an order of another sync.
         """
-        try:
-            content = json.loads(text)
-            hand_ons = tuple(ForwardOrder(**each) for each in content["hand_ons"])
-            order = cls(content["sync"], content["version"], hand_ons)
-        except (TypeError, ValueError, KeyError) as error:
-            raise _refuse(text, "order of a trainer") from error
-        numbers = [order.sync, order.version]
-        for each in order.hand_ons:
-            given = asdict(each)
-            if not isinstance(given.pop("meeting"), str):
-                raise _refuse(text, "order of a trainer")
-            numbers += given.values()
-        if not all(type(each) is int and each >= 0 for each in numbers):
-            raise _refuse(text, "order of a trainer")
+        order = read_message(cls, text, "order of a trainer")
         if order.sync != sync:
             raise PlanError(
                 f"the trainer's first rank runs model {order.sync} of the link, and this process "
@@ -118,36 +161,20 @@ class RunOutcome:
 
     def write(self) -> bytes:
         """Return the outcome as JSON, empty on success."""
-        return json.dumps(asdict(self)).encode() if self.lacks or self.ended else b""
+        return write_message(self) if self.lacks or self.ended else b""
 
     @classmethod
     def read(cls, texts: Iterable[bytes]) -> RunOutcome:
         """Combine the outcomes of an engine's ranks; raise LinkError for invalid messages."""
         lacks, ended = "", dict[str, tuple[str, str]]()
-        for text in texts:
-            if not text:
-                continue
-            try:
-                content = json.loads(text)
-                reason_lacking, reasons = content["lacks"], dict(content["ended"])
-            except (TypeError, ValueError, KeyError) as error:
-                raise _refuse(text, "outcome of an engine") from error
-            if not isinstance(reason_lacking, str) or not all(map(_is_reason, reasons.values())):
-                raise _refuse(text, "outcome of an engine")
-            lacks = lacks or reason_lacking
-            for meeting, (kind, why) in reasons.items():
+        for text in filter(None, texts):
+            of_rank = read_message(cls, text, "outcome of an engine")
+            lacks = lacks or of_rank.lacks
+            for meeting, (kind, why) in of_rank.ended.items():
                 # A mismatch of models counts before failures that it caused on other ranks.
                 if ended.get(meeting, (BROKE, ""))[0] == BROKE:
                     ended[meeting] = (kind, why)
         return cls(lacks, ended)
-
-
-def _is_reason(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(s, str) for s in value)
-
-
-def _refuse(text: bytes, what: str) -> LinkError:
-    return LinkError(f"{text[:80]!r} is no {what}; give both sides one release")
 
 
 # Options of a refit that the trainer sends, with their JSON types.
@@ -184,25 +211,10 @@ def _is_option(name: str, value: Any) -> bool:
     return isinstance(value, OPTIONS.get(name, ()))
 
 
-def read_buckets(text: bytes) -> dict[str, int]:
-    """Parse an engine's buckets; raise LinkError if invalid."""
-    try:
-        buckets = json.loads(text)
-    except ValueError as error:
-        raise LinkError(f"{text[:80]!r} are no buckets of an engine") from error
-    if not isinstance(buckets, dict) or not all(type(value) is int for value in buckets.values()):
-        raise LinkError(f"{text[:80]!r} are no buckets of an engine")
-    return buckets
-
-
 def read_options(text: bytes) -> dict[str, Any]:
     """Parse a trainer's options; raise LinkError if invalid."""
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise LinkError(f"{text[:80]!r} are no options of a trainer") from error
-    if not isinstance(options, dict) or not all(
-        _is_option(name, value) for name, value in options.items()
-    ):
-        raise LinkError(f"{text[:80]!r} are no options of a trainer")
+    what = "table of a trainer's options"
+    options = read_message(dict[str, object], text, what)
+    if not all(_is_option(name, value) for name, value in options.items()):
+        raise LinkError(f"{text[:80]!r} is no {what}; give both sides one release")
     return options

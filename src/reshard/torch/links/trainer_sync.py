@@ -14,18 +14,25 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from reshard.errors import InterruptedRunError, LinkError, ReshardError, RunError, UsageError
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.links.handshake import Announcement, wait_for_keys
 from reshard.torch.links.heartbeat import Heartbeat
-from reshard.torch.links.messages import BROKE, MISFIT, ForwardOrder, Order, RunOutcome
+from reshard.torch.links.messages import (
+    BROKE,
+    MISFIT,
+    ForwardOrder,
+    Order,
+    RunOutcome,
+    read_message,
+    write_message,
+)
 from reshard.torch.links.relay_tree import RelayedEngine, assign_turns, plan_relays
 from reshard.torch.links.sealed_store import SealedStore
 from reshard.torch.links.sync import BucketCounter, RunOptions, SyncReport, WeightSync, count_sent
@@ -56,26 +63,6 @@ class RunSummary:
     given_up: tuple[int, ...] = ()
     trainer_bytes: int = 0
 
-    def write(self) -> str:
-        """Return the summary as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def read(cls, text: str | bytes) -> RunSummary:
-        """Parse a summary; raise LinkError if invalid."""
-        try:
-            content = json.loads(text)
-            engines = {
-                name: (float(served[0]), str(served[1]))
-                for name, served in content["engines"].items()
-            }
-            given_up = tuple(map(int, content["given_up"]))
-            return cls(engines, dict(content["lost"]), given_up, int(content["trainer_bytes"]))
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            raise LinkError(
-                f"{text[:80]!r} is no account of a run; give all ranks one release"
-            ) from error
-
     @classmethod
     def merge(cls, accounts: Sequence[RunSummary]) -> RunSummary:
         """Return the summary of all ranks; if they differ, the first counts."""
@@ -90,6 +77,9 @@ class RunSummary:
             tuple(sorted({number for account in reversed_order for number in account.given_up})),
             max(account.trainer_bytes for account in reversed_order),
         )
+
+
+_SUMMARY = "account of a run"
 
 
 def exchange_summaries(
@@ -124,15 +114,15 @@ def exchange_summaries(
         for what in ("said", "read")
     )
     if rank:
-        store.set(said_at[rank], own.write())
+        store.set(said_at[rank], write_message(own))
         wait_for_keys(store, {0: found_at}, timeout_s, trainer, presence)
-        combined = RunSummary.read(store.get(found_at))
+        combined = read_message(RunSummary, store.get(found_at), _SUMMARY)
         store.set(read_at[rank], "")
         return combined
     wait_for_keys(store, said_at, timeout_s, trainer, presence)
-    summaries = [RunSummary.read(store.get(key)) for key in said_at.values()]
+    summaries = [read_message(RunSummary, store.get(key), _SUMMARY) for key in said_at.values()]
     combined = RunSummary.merge([own, *summaries])
-    store.set(found_at, combined.write())
+    store.set(found_at, write_message(combined))
     # A rank that ends before it reads this does not need it, and the next run raises.
     with contextlib.suppress(LinkError):
         wait_for_keys(store, read_at, timeout_s, trainer, presence)
@@ -203,8 +193,8 @@ class _EngineRun:
     def _serve(self) -> None:
         first = self._group.ranks[0]
         # Only the first rank's order counts.
-        said = self.order.write() if self._group.rank == first else b""
-        told = gather(said, self._group).values[first]
+        said = write_message(self.order) if self._group.rank == first else b""
+        told = gather(said, self._group)[first]
         self.order = Order.read(told, self.order.sync)
         self.is_direct = self.order.feed_of(self.number) is None
         if self.is_direct:
@@ -212,7 +202,7 @@ class _EngineRun:
             names = [of_batch[-1] if of_batch else "" for of_batch in refit.source_names]
             refit.run(count_sent(self._counter, refit.batch_sent_bytes, names), computes=True)
             self.sent_bytes = refit.sent_bytes
-        self.outcome = RunOutcome.read(gather(b"", self._group).values.values())
+        self.outcome = RunOutcome.read(gather(b"", self._group).values())
 
 
 def _begin_thread(engine: str, target: Callable[[], None]) -> threading.Thread:
@@ -277,7 +267,7 @@ class TrainerSync(WeightSync):
     def prepare_for(self, number: int, name: str, group: RankGroup) -> None:
         """Prepare the refit of an engine; raise the errors of `Refit.prepare`."""
         refit = self._prepare(group)
-        messages = gather(str(refit.sent_bytes).encode(), group).values
+        messages = gather(str(refit.sent_bytes).encode(), group)
         sent_bytes = sum(int(messages[rank]) for rank in group.ranks[: self._ranks])
         kind = b" ".join(messages[rank] for rank in group.ranks[self._ranks :]).decode(
             errors="replace"

@@ -431,7 +431,7 @@ def _describe_others(tensors: Iterable[tuple[str, Any]], naming: Naming | None) 
 def _gather_sides(
     described: Sequence[Mapping[str, Any] | None], group: RankGroup
 ) -> tuple[_SideDescription, _SideDescription]:
-    messages = gather(json.dumps(described).encode(), group).values
+    messages = gather(json.dumps(described).encode(), group)
     by_side: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
     for rank, message in messages.items():
         try:

@@ -150,10 +150,14 @@ class RefitTransfer(Transfer):
             memory=self._shared,
         )
         unit: ChangeUnit = "blocks" if changed_only == "blocks" else "elements"
+        self._changes: list[ChangeExchange] = []
         batches = []
         for number, of in enumerate(contents):
             others = [None] * len(of.stages) if known is None else known.batches[number].exchanges
-            changes = None
+            exchanges: list[MessageExchange | ChangeExchange] = [
+                exchange(tensors, like=other)
+                for tensors, other in zip(of.stages, others, strict=True)
+            ]
             if changed_only:
                 near, staged = (
                     None if rest is None else exchange(rest) for rest in (of.near, of.staged_whole)
@@ -161,12 +165,10 @@ class RefitTransfer(Transfer):
                 changes = ChangeExchange(
                     of.compared, group, device, unit, extra_bytes, self._shared, near, staged
                 )
-            exchanges = [
-                exchange(tensors, like=other)
-                for tensors, other in zip(of.stages, others, strict=True)
-            ]
+                self._changes.append(changes)
+                exchanges.insert(0, changes)
             is_staged = number >= part.buckets
-            batches.append(TransferBatch(exchanges, changes, of.before, of.after, is_staged))
+            batches.append(TransferBatch(exchanges, of.before, of.after, is_staged))
         written = target.tensors.values()
         super().__init__(batches, group, written, target.inner, result="the target")
 
@@ -189,9 +191,10 @@ class RefitTransfer(Transfer):
         """
         return all(one.seems_changed() for one in self._changes)
 
-    @property
-    def _changes(self) -> list[ChangeExchange]:
-        return [batch.changes for batch in self.batches if batch.changes is not None]
+    def send_all(self, is_whole: bool) -> None:
+        """Set whether runs send all elements if otherwise only changes are sent."""
+        for one in self._changes:
+            one.is_whole = is_whole
 
     def _list_contents(self, kinds: Iterable[_Kind], is_known: bool) -> _BatchContents:
         """Return the contents of a batch; without tensors that are only sent if `is_known`."""

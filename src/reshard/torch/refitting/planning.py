@@ -209,8 +209,10 @@ def plan_part(
     is_first = group.rank == ranks[0]
     # 1. Gather the manifests of all ranks; with centralized planning, on the first rank only.
     # Names are separate from the rest: ranks with different parts of a tensor use the same names.
-    names, others = gather_all(write_manifests(before, after), group, to_first=is_central)
-    messages = {rank: (names.values[rank], others.values[rank]) for rank in ranks}
+    (names, others), gathered_bytes = gather_all(
+        write_manifests(before, after), group, to_first=is_central
+    )
+    messages = {rank: (names[rank], others[rank]) for rank in ranks}
     scattered_bytes = 0
     part: RefitPart | ReshardError
     parts: Any = None
@@ -242,7 +244,7 @@ def plan_part(
     programs, exchanged, staged = _report_methods(part)
     report = PlanningReport(
         planning,
-        names.received_bytes + others.received_bytes,
+        gathered_bytes,
         scattered_bytes,
         len(ranks) * is_first if is_central else int(not is_known),
         peak_bytes() - had_bytes,

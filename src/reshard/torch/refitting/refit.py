@@ -391,11 +391,11 @@ class Refit:
             if self._distant:
                 compare_distant(self._distant, self._source.locals, self._group)
         # Send all elements too if most have changed on each rank that sends any.
-        is_whole = any_new or not any_like_before
+        self._transfer.send_all(bool(any_new or not any_like_before))
         self.is_usable = False
         # An engine's tensors may be inference tensors, which can only be written in this mode.
         with torch.inference_mode():
-            self._transfer.run(observer, is_whole=bool(is_whole))
+            self._transfer.run(observer)
         # A forward on another thread may have gathered shards meanwhile.
         self._free_gathered(of_source=False)
         forget_cached()
@@ -477,7 +477,7 @@ class Refit:
     def batch_sent_bytes(self) -> tuple[int, ...]:
         """The bytes that this rank sends in each batch."""
         return tuple(
-            sum(exchange.sent_bytes for exchange in batch.all_exchanges)
+            sum(exchange.sent_bytes for exchange in batch.exchanges)
             for batch in self._transfer.batches
         )
 

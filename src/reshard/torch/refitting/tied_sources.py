@@ -190,7 +190,7 @@ def compare_distant(
         problem = f"rank {group.rank} cannot compare tied tensors: {error}"
     message = problem or (json.dumps(own) if any(own) else "")
     sums = [0] * (2 * len(compared))
-    for text in gather(message.encode(), group).values.values():
+    for text in gather(message.encode(), group).values():
         told = text.decode()
         if told and not told.startswith("["):
             group.raise_on_all(RunError(f"nothing was moved: {told}"))

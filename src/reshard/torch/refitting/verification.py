@@ -181,7 +181,7 @@ def check_replicas(
         for side, layout, local in sides:
             for key, digest in _describe_cells(layout, group.rank, local):
                 digests[f"{match.name} of the {side}, {key}"] = digest
-    messages = gather(json.dumps(digests).encode(), group).values
+    messages = gather(json.dumps(digests).encode(), group)
     by_key: dict[str, dict[str, int]] = {}
     for rank, text in messages.items():
         for key, digest in json.loads(text).items():

@@ -244,7 +244,7 @@ def _agree_with_host(
     """
     host = list(name_host())
     message = json.dumps([host, sizes_bytes])
-    answers = map(json.loads, gather(message.encode(), group).values.values())
+    answers = map(json.loads, gather(message.encode(), group).values())
     sizes_here = [sizes for its_host, sizes in answers if its_host == host]
     names = dict.fromkeys(name for sizes in sizes_here for name in sizes)
     return len(sizes_here), {

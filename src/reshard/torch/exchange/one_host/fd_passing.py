@@ -18,7 +18,7 @@ import torch
 
 from reshard.errors import RunError
 from reshard.system import can_seal_memory
-from reshard.torch.exchange.one_host.shared_memory import HostSegment, limit_waits, map_segment
+from reshard.torch.exchange.one_host.shared_memory import Segment, limit_waits, map_segment
 
 # "never" and "always" override the automatic choice, for comparisons and tests.
 _VARIABLE = "RESHARD_SHARED_MEMORY"
@@ -120,7 +120,7 @@ def _open_listener(count: int) -> _Listener | None:
     listener = None
     try:
         # Check that this process can map a segment of its own.
-        map_segment(os.dup((tried := HostSegment.make(0, 1)).descriptor), tried.size_bytes)
+        map_segment(os.dup((tried := Segment.on_host(0, 1)).descriptor), tried.size_bytes)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = secrets.token_bytes(_WORD_BYTES)
         listener.bind(_address_of(name))

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,29 +52,24 @@ _GRANULE_BYTES = 1 << 20
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Segment:
-    """Memory of this rank that others may map. `lent` counts messages that are not yet read."""
+    """Memory of this rank that others may map: a file in its host's memory, or memory of a device.
+
+    `descriptor` is that of the file, or negative on a device. `lent` counts messages that are not
+    yet read.
+    """
 
     number: int
     size_bytes: int
     address: int
-    known_by: set[int] = field(default_factory=set, kw_only=True)
-    lent: int = field(default=0, kw_only=True)
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class HostSegment(Segment):
-    """Host memory: a file, by its descriptor."""
-
-    descriptor: int
-    mapped: mmap.mmap
-
-    def __post_init__(self) -> None:
-        weakref.finalize(self, os.close, self.descriptor)
+    memory: Any
+    descriptor: int = -1
+    known_by: set[int] = field(default_factory=set)
+    lent: int = 0
 
     @classmethod
-    def make(cls, number: int, size_bytes: int) -> HostSegment:
+    def on_host(cls, number: int, size_bytes: int) -> Segment:
         """Create a segment of at least this size. Raise OSError if that fails."""
-        size_bytes = -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
+        size_bytes = _round_up(size_bytes)
         descriptor = make_sealed_memory(size_bytes)
         try:
             mapped = _map(descriptor, size_bytes)
@@ -82,37 +77,38 @@ class HostSegment(Segment):
             os.close(descriptor)
             raise
         address = np.frombuffer(mapped, np.uint8).ctypes.data
-        return cls(number, size_bytes, address, descriptor, mapped)
-
-    def lend(self, size_bytes: int, give_back: Callable[[HostSegment], None]) -> torch.Tensor:
-        """Return its first bytes, and call `give_back` when no tensor uses them any more."""
-        array = np.frombuffer(self.mapped, np.uint8, size_bytes)
-        weakref.finalize(array, give_back, self).atexit = False
-        return torch.from_numpy(array)
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class DeviceSegment(Segment):
-    """Memory of a device."""
-
-    memory: torch.Tensor
-    of: DeviceMemory
+        found = cls(number, size_bytes, address, mapped, descriptor)
+        weakref.finalize(found, os.close, descriptor)
+        return found
 
     @classmethod
-    def make(
-        cls, number: int, size_bytes: int, device: torch.device, of: DeviceMemory
-    ) -> DeviceSegment:
+    def on_device(
+        cls, number: int, size_bytes: int, device: torch.device, devices: DeviceMemory
+    ) -> Segment:
         """Create a segment. Raise as torch does if the device lacks memory."""
-        size_bytes = -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
-        memory = of.allocate(size_bytes, device)
-        return cls(number, size_bytes, memory.data_ptr(), memory, of)
+        size_bytes = _round_up(size_bytes)
+        memory = devices.allocate(size_bytes, device)
+        return cls(number, size_bytes, memory.data_ptr(), memory)
 
-    def lend(self, size_bytes: int, give_back: Callable[[DeviceSegment], None]) -> torch.Tensor:
+    @property
+    def is_on_device(self) -> bool:
+        """Whether it is memory of a device."""
+        return self.descriptor < 0
+
+    def lend(self, size_bytes: int, give_back: Callable[[Segment], None]) -> torch.Tensor:
         """Return its first bytes, and call `give_back` when no tensor uses them any more."""
+        if not self.is_on_device:
+            array = np.frombuffer(self.memory, np.uint8, size_bytes)
+            weakref.finalize(array, give_back, self).atexit = False
+            return torch.from_numpy(array)
         part = self.memory[:size_bytes]
         weakref.finalize(part, give_back, self).atexit = False
         # A tensor with a different storage, all of whose views keep `part` alive.
         return torch.from_dlpack(part)
+
+
+def _round_up(size_bytes: int) -> int:
+    return -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
 
 
 def map_segment(descriptor: int, size_bytes: int) -> torch.Tensor:
@@ -141,7 +137,6 @@ _LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK, _TOLD, _READABLE = range
 MAX_NOTE_BYTES = _HANDLE_BYTES
 _CLOSED = "Connection closed by peer"
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-AnySegment: TypeAlias = HostSegment | DeviceSegment
 
 
 @dataclass(slots=True, eq=False)
@@ -150,14 +145,14 @@ class LentMessage:
 
     peer: NearRank
     # None if the receiver reads `spans` directly, which must be kept until then.
-    segment: AnySegment | None
+    segment: Segment | None
     spans: IntArray | None = None
     is_taken: bool = False
 
     def wait(self) -> None:
         """Return when the message is read. Raises RuntimeError if the receiver has ended."""
         self.peer.wait_until(lambda: self.is_taken)
-        if isinstance(self.segment, DeviceSegment):
+        if self.segment is not None and self.segment.is_on_device:
             self.peer.wait_for_mark()
 
 
@@ -222,8 +217,8 @@ class SharedMemory:
         self.is_complete = is_complete
         self.ratios, self.takes_spans = ratios, ratios is not None
         self._devices = devices if is_complete else None
-        self._segments: dict[int, AnySegment] = {}
-        self._free: list[AnySegment] = []
+        self._segments: dict[int, Segment] = {}
+        self._free: list[Segment] = []
         self._count, self._is_closed = 0, False
         self._lock = threading.Lock()
         self.ranks = {
@@ -322,35 +317,38 @@ class SharedMemory:
         while self._free:
             self._segments.pop(self._free.pop().number, None)
 
-    def _find(self, memory: torch.Tensor) -> AnySegment | None:
+    def _find(self, memory: torch.Tensor) -> Segment | None:
         address = memory.data_ptr()
         for one in list(self._segments.values()):
             if one.address <= address < one.address + one.size_bytes:
                 return one
         return None
 
-    def _take_free(self, size_bytes: int, device: torch.device) -> AnySegment | None:
-        kind = DeviceSegment if self.serves(device) else HostSegment
-        fits = [one for one in self._free if isinstance(one, kind) and one.size_bytes >= size_bytes]
+    def _take_free(self, size_bytes: int, device: torch.device) -> Segment | None:
+        on_device = self.serves(device)
+        fits = [
+            one
+            for one in self._free
+            if one.is_on_device == on_device and one.size_bytes >= size_bytes
+        ]
         found = min(fits, key=lambda one: one.size_bytes, default=None)
         if found is not None:
             self._free.remove(found)
         return found
 
-    def _add_segment(self, size_bytes: int, device: torch.device) -> AnySegment:
+    def _add_segment(self, size_bytes: int, device: torch.device) -> Segment:
         # Free segments that are too small are dropped.
         while sum(one.size_bytes for one in self._free) > _KEPT_BYTES:
             self._drop(self._free.pop(0))
-        found: AnySegment
         if self._devices is not None and self.serves(device):
-            found = DeviceSegment.make(self._count, size_bytes, device, self._devices)
+            found = Segment.on_device(self._count, size_bytes, device, self._devices)
         else:
-            found = HostSegment.make(self._count, size_bytes)
+            found = Segment.on_host(self._count, size_bytes)
         self._segments[found.number] = found
         self._count += 1
         return found
 
-    def _give_back(self, segment: AnySegment) -> None:
+    def _give_back(self, segment: Segment) -> None:
         # Called when the last tensor is freed, in any thread, so without the lock: single
         # operations.
         if segment.lent or self._is_closed:
@@ -359,7 +357,7 @@ class SharedMemory:
         else:
             self._free.append(segment)
 
-    def _drop(self, segment: AnySegment) -> None:
+    def _drop(self, segment: Segment) -> None:
         self._segments.pop(segment.number, None)
         for rank in segment.known_by:
             with contextlib.suppress(RuntimeError):
@@ -397,7 +395,7 @@ class NearRank:
         self.on_devices: set[int] = set()
         self.told: deque[bytes] = deque()
 
-    def lend(self, segment: AnySegment, begin: int, size_bytes: int, tag: int) -> LentMessage:
+    def lend(self, segment: Segment, begin: int, size_bytes: int, tag: int) -> LentMessage:
         """Notify the peer of a message in a segment of this rank."""
         with self._changed:
             found = LentMessage(self, segment)
@@ -407,15 +405,15 @@ class NearRank:
             segment.lent += 1
             is_new = self._rank not in segment.known_by
             segment.known_by.add(self._rank)
-        size = segment.size_bytes
-        if isinstance(segment, DeviceSegment):
+        number_of, size = segment.number, segment.size_bytes
+        if self._devices is not None and segment.is_on_device:
             if is_new:
-                handle = segment.of.export(segment.memory)
-                self.tell(_DEVICE_SEGMENT, 0, 0, segment.number, 0, size, handle=handle)
+                handle = self._devices.export(segment.memory)
+                self.tell(_DEVICE_SEGMENT, 0, 0, number_of, 0, size, handle=handle)
             self.tell_mark()
         elif is_new:
-            self.tell(_SEGMENT, 0, 0, segment.number, 0, size, segment.descriptor)
-        self.tell(_LENT, tag, number, segment.number, begin, size_bytes)
+            self.tell(_SEGMENT, 0, 0, number_of, 0, size, segment.descriptor)
+        self.tell(_LENT, tag, number, number_of, begin, size_bytes)
         return found
 
     def lend_spans(self, spans: IntArray, tag: int) -> LentMessage:

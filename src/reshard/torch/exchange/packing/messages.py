@@ -433,21 +433,8 @@ class _Place(NamedTuple):
         return [one.as_strided(shape, strides, one.storage_offset() + ahead) for one in wholes]
 
 
-class _Column(NamedTuple):
-    """A piece of each of several similar tensors, with its place in the order of all."""
-
-    places: IntArray
-    views: Sequence[torch.Tensor]
-    form: PieceForm
-
-
-class _CopyColumn(NamedTuple):
-    """A copy, or a combination, of each of several similar tensors, with its place."""
-
-    places: IntArray
-    targets: Sequence[torch.Tensor]
-    sources: Sequence[torch.Tensor]
-    reduction: str | None
+# Rows of several similar tensors: the position of each row among all, and its values by column.
+_Rows = tuple[IntArray, tuple[Sequence[Any], ...]]
 
 
 def list_pieces(
@@ -465,14 +452,15 @@ def list_pieces(
     Returns:
         Pieces sent, and received, by order of contributions and peer; copies, by order.
     """
-    sent: defaultdict[tuple[int, int], list[_Column]] = defaultdict(list)
-    received: defaultdict[tuple[int, int], list[_Column]] = defaultdict(list)
-    local: defaultdict[int, list[_CopyColumn]] = defaultdict(list)
+    # Pieces as views and forms; copies as targets, sources and reductions.
+    sent: defaultdict[tuple[int, int], list[_Rows]] = defaultdict(list)
+    received: defaultdict[tuple[int, int], list[_Rows]] = defaultdict(list)
+    local: defaultdict[int, list[_Rows]] = defaultdict(list)
     kinds = _join_kinds(tensors)
     # The rows of a tensor are adjacent.
     rows = max((len(one.received) + len(one.sent) for one in kinds), default=0)
     for kind in kinds:
-        places = np.array(kind.numbers) * rows
+        places, many = np.array(kind.numbers) * rows, len(kind.sources)
         change = kind.change
         sources = _list_cells(change.source, rank, kind.sources)
         targets = _list_cells(change.target, rank, kind.targets)
@@ -482,25 +470,27 @@ def list_pieces(
             reduction = (change.source.reduction or "sum") if order else None
             views = place.views(targets)
             if kept_from is not None:
-                copies = _CopyColumn(places, views, kept_from.views(sources), reduction)
-                local[order].append(copies)
+                copies = views, kept_from.views(sources), [reduction] * many
+                local[order].append((places, copies))
             else:
                 form = PieceForm.of(place.shape, kind.dtype or views[0].dtype, reduction)
-                received[order, peer].append(_Column(places, views, form))
+                received[order, peer].append((places, (views, [form] * many)))
             places = places + 1
         # Data sent to several ranks is a single view.
-        known: dict[_Place, tuple[Sequence[torch.Tensor], PieceForm]] = {}
+        known: dict[_Place, tuple[Sequence[torch.Tensor], list[PieceForm]]] = {}
         for order, peer, place in _list_sent(kind.sent, sources) if with_sent else ():
             if place not in known:
                 views = place.views(sources)
-                known[place] = views, PieceForm.of(place.shape, kind.dtype or views[0].dtype)
-            sent[order, peer].append(_Column(places, *known[place]))
+                form = PieceForm.of(place.shape, kind.dtype or views[0].dtype)
+                known[place] = views, [form] * many
+            sent[order, peer].append((places, known[place]))
             places = places + 1
-    merged = (
-        {pair: _merge_pieces(columns) for pair, columns in by_pair.items()}
+    outgoing, incoming = (
+        {pair: MessagePieces(*_sort_rows(rows_of)) for pair, rows_of in by_pair.items()}
         for by_pair in (sent, received)
     )
-    return *merged, {order: _merge_copies(columns) for order, columns in local.items()}  # type: ignore[return-value]
+    copies_of = {order: list(map(LocalCopy, *_sort_rows(of))) for order, of in local.items()}
+    return outgoing, incoming, copies_of
 
 
 def _join_kinds(tensors: Iterable[RankTransfers]) -> list[RankTransfers]:
@@ -535,27 +525,14 @@ def _list_cells(layout: Layout, rank: int, locals_of: Sequence[torch.Tensor | No
     return {cell: [cells[cell] for cells in every] for cell in every[0]}
 
 
-def _merge_pieces(columns: Sequence[_Column]) -> MessagePieces:
-    """Return the pieces of columns, in their order."""
-    views = [view for column in columns for view in column.views]
-    forms = [form for column in columns for form in [column.form] * len(column.places)]
-    return MessagePieces(views, forms).take(_sort_places(columns))
-
-
-def _merge_copies(columns: Sequence[_CopyColumn]) -> list[LocalCopy]:
-    copies = [
-        LocalCopy(target, source, column.reduction)
+def _sort_rows(parts: Sequence[_Rows]) -> list[list[Any]]:
+    """Return the columns of all rows, in the order of their positions."""
+    order = np.argsort(np.concatenate([places for places, _ in parts]), kind="stable").tolist()
+    columns = zip(*(columns for _, columns in parts), strict=True)
+    return [
+        list(map(list(itertools.chain.from_iterable(column)).__getitem__, order))
         for column in columns
-        for target, source in zip(column.targets, column.sources, strict=True)
     ]
-    return list(map(copies.__getitem__, _sort_places(columns)))
-
-
-def _sort_places(columns: Sequence[_Column | _CopyColumn]) -> list[int]:
-    """Return the permutation that sorts the entries of all columns by position."""
-    places = np.concatenate([column.places for column in columns])
-    order: list[int] = np.argsort(places, kind="stable").tolist()
-    return order
 
 
 def _list_received(
