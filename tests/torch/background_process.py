@@ -105,9 +105,9 @@ def errors_come_with_wait() -> None:
         else:
             raise SystemExit("an error was lost")
     MessageExchange.start = start  # type: ignore[method-assign]
-    rank, cpu = dist.get_rank(), torch.device("cpu")
+    cpu = torch.device("cpu")
     transfer = Transfer.prepare(
-        lambda: MessageExchange([], rank, None, cpu), rank_group(None), in_background=True
+        lambda: MessageExchange([], None, cpu), rank_group(None), in_background=True
     )
     expect(not transfer.has_arrived, "done before it began")
     for _ in range(2):

@@ -52,7 +52,6 @@ def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool, is_hosted: boo
     try:
         exchange = MessageExchange(
             [movement],
-            rank,
             None,
             torch.device("cpu"),
             limit_bytes,

@@ -173,7 +173,7 @@ def check_grouped_exchange(data: st.DataObject) -> None:
         movements.append(RankTransfers.of(plan.change, plan.for_rank(rank), rank, own, local))
         expected.append(found.get(rank))
     limit = 64 * (ranks - 1)
-    exchange = MessageExchange(movements, rank, None, torch.device("cpu"), limit, is_grouped=True)
+    exchange = MessageExchange(movements, None, torch.device("cpu"), limit, is_grouped=True)
     assert exchange.extra_bytes <= limit
     for _ in range(2):
         for movement in movements:

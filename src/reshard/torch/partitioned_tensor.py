@@ -288,9 +288,7 @@ def exchange_pieces(
     group = rank_group(axis.group)
     tensors = [RankTransfers(change, received, sent, [source], [target])]
     device = source.device
-    transfer = Transfer.prepare(
-        lambda: MessageExchange(tensors, rank, group, device, extra_bytes), group
-    )
+    transfer = Transfer.prepare(lambda: MessageExchange(tensors, group, device, extra_bytes), group)
     transfer.run()
     return target, transfer.received_bytes
 

@@ -290,7 +290,7 @@ class Redistribution:
 
     def _make_exchange(self) -> MessageExchange | ProgramRun:
         """Prepare the exchange or program that moves this rank's tensors."""
-        rank, ends, dtype = self._group.rank, (self._own, self._local), cast(Any, self._dtype)
+        ends, dtype = (self._own, self._local), cast(Any, self._dtype)
         if self.program is not None:
             return ProgramRun(
                 self.program, *ends, dtype, self._group, self._device, self._limit_bytes
@@ -298,7 +298,7 @@ class Redistribution:
         # Zero the target, since padding is not sent.
         if self._local is not None and self._change.target.is_padded:
             self._local.zero_()
-        return MessageExchange(self._tensors, rank, self._group, self._device, self._limit_bytes)
+        return MessageExchange(self._tensors, self._group, self._device, self._limit_bytes)
 
     def _start(self) -> Redistribution:
         out, result = self._out, "the result"

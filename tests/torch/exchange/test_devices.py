@@ -1,4 +1,4 @@
-"""Tensors of a CUDA device, as far as their types say: torch's fake ones, which need none."""
+"""Exchanges of tensors on a CUDA device, with fake tensors, which need no device."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def transfers(before: str, after: str, dtype: torch.dtype) -> RankTransfers:
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize(("before", "after"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_travels_between_devices_stays_on_them(
+def test_messages_between_devices_are_not_copied_to_the_host(
     before: str, after: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posted: list[tuple[bool, torch.Tensor, int]] = []
@@ -75,7 +75,7 @@ def test_what_travels_between_devices_stays_on_them(
     monkeypatch.setattr(exchange_module, "copiers", make_copiers)
     with FakeTensorMode():
         moved = transfers(before, after, dtype)
-        exchange = MessageExchange([moved], 1, None, CUDA, 1 << 12, is_grouped=True)
+        exchange = MessageExchange([moved], None, CUDA, 1 << 12, is_grouped=True)
         exchange.run()
     assert {is_sent for is_sent, _, _ in posted} == {True, False}
     assert all(buffer.device == CUDA for _, buffer, _ in posted)
@@ -85,7 +85,7 @@ def test_what_travels_between_devices_stays_on_them(
     assert exchange.extra_bytes <= 1 << 12
 
 
-def test_memory_is_where_it_is_asked_for() -> None:
+def test_memory_is_allocated_on_the_requested_device() -> None:
     with FakeTensorMode():
         assert empty_bytes(64, CUDA).device == CUDA
         found = empty_result((1 << 12, 1 << 10), torch.float32, CUDA)

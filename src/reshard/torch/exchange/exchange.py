@@ -311,7 +311,6 @@ class MessageExchange:
 
     Args:
         tensors: this rank's transfers of each, in the same order on every rank.
-        rank: of this process, among the slots of the layouts.
         group: of all ranks that have a part.
         device: of the tensors, and of the staging memory unless `is_hosted`.
         extra_bytes: the maximum staging memory; the same on every rank.
@@ -334,7 +333,6 @@ class MessageExchange:
     def __init__(
         self,
         tensors: Sequence[RankTransfers],
-        rank: int,
         group: Group,
         device: torch.device,
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
@@ -360,14 +358,13 @@ class MessageExchange:
             self._is_hosted = False
         messages, copies, combinations = list_messages(
             tensors,
-            rank,
+            among.rank,
             among.slots,
             message_bytes,
             1 if self._is_grouped else _IN_A_TURN,
             by_region,
             None if like is None else [one.message for one in like.list_sent()],
         )
-        self._rank = rank
         self._partial = [one for one in tensors if _is_partial(one.change)]
         self._copies = copiers((one.target, one.source) for one in copies)
         self.sent_bytes = sum(m.size_bytes for m in messages if m.is_sent)
@@ -556,7 +553,7 @@ class MessageExchange:
         try:
             for tensor in self._partial:
                 for target in tensor.targets:
-                    cells = cells_of(tensor.change.target, self._rank, target)
+                    cells = cells_of(tensor.change.target, self._group.rank, target)
                     finish_contributions(tensor.change, cells)
         except BaseException as error:
             self.fail()

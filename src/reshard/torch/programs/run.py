@@ -292,12 +292,7 @@ class ProgramRun:
             memory = (self._dtype, self._device, limit_bytes)
             return AllGatherRounds(transfers, self._rank, group, *memory)
         return MessageExchange(
-            [transfers],
-            self._rank,
-            self._group,
-            self._device,
-            limit_bytes,
-            by_region=phase.by_region,
+            [transfers], self._group, self._device, limit_bytes, by_region=phase.by_region
         )
 
 

@@ -143,7 +143,6 @@ class RefitTransfer(Transfer):
                 self._shared = group.staging_memory(extra_bytes, device)
         exchange = partial(
             MessageExchange,
-            rank=group.rank,
             group=group,
             device=device,
             extra_bytes=extra_bytes,
@@ -201,73 +200,49 @@ class RefitTransfer(Transfer):
         # Batches run in order, so all of them use the same memory.
         found = _BatchContents(self._staging)
         for kind in sorted(kinds, key=lambda kind: _is_only_exchanged(kind[0][1])):
-            number, first = kind[0]
-            if not _is_only_exchanged(first):
-                self._list(number, first, found)
-            elif not is_known or self._group.rank in first.change.target.local_shapes:
-                self._list_kind(kind, found)
+            first = kind[0][1]
+            is_needed = not is_known or self._group.rank in first.change.target.local_shapes
+            if is_needed or not _is_only_exchanged(first):
+                self._list(kind, found)
         return found
 
-    def _list_kind(self, kind: _Kind, found: _BatchContents) -> None:
-        """Add the transfers of the tensors or pieces of a kind to a batch."""
-        (_, first), rank = kind[0], self._group.rank
-        match, dtype = first.match, getattr(torch, first.match.dtype)
-        matches = [item.match for _, item in kind]
-        sources = [self._source.get(one.source_name) for one in matches]
-        targets = [self._target.get(one.target_name) for one in matches]
-        if match.source_range is not None:
-            sources = [match.source_range.of(local, rank) for local in sources]
-        if match.target_range is not None:
-            targets = [match.target_range.of(local, rank) for local in targets]
-        moved = RankTransfers.of(first.change, first.transfers, rank, None, None, dtype)
-        numbers = [number for number, _ in kind]
-        moved = moved._replace(sources=sources, targets=targets, numbers=numbers)
-        near, compared = self._split(moved, match)
-        found.compared += filter(None, [compared])
-        found.stages[0] += filter(None, [near])
-
-    def _split(
-        self, moved: RankTransfers, match: Match
-    ) -> tuple[RankTransfers | None, RankTransfers | None]:
-        """Split transfers into those sent whole, and those of which only changes are sent."""
-        if not (self._changed_only and match.can_be_compared):
-            return moved, None
-        # Copying memory that ranks share takes a third of the time of a comparison.
-        shared = self._group.shared_memory if self._changed_only is True else None
-        return moved.split({self._group.rank, *shared.ranks} if shared is not None else set())
-
-    def _list(self, number: int, item: PartItem, found: _BatchContents) -> None:
-        """Add a tensor or piece that is not only exchanged to a batch."""
-        match, rank = item.match, self._group.rank
-        dtype = getattr(torch, match.dtype)
-        source = self._source.get(match.source_name)
-        target = self._target.get(match.target_name)
-        if item.chosen.program is not None:
-            self._list_program(number, item.chosen.program, source, target, dtype, found)
-            return
+    def _list(self, kind: _Kind, found: _BatchContents) -> None:
+        """Add the tensors or pieces of a kind to a batch."""
+        (number, item), rank = kind[0], self._group.rank
+        match, dtype = item.match, getattr(torch, item.match.dtype)
+        numbers, matches = [number for number, _ in kind], [item.match for _, item in kind]
+        sources = [one.source_view(self._source, rank) for one in matches]
+        targets = [one.target_view(self._target, rank) for one in matches]
         if match.made_at:
-            source, target = self._stage_transform(match, source, target, dtype, found)
-        elif match.source_range is not None:
-            source = match.source_range.of(source, rank)
-        if match.target_range is not None:
-            target = match.target_range.of(target, rank)
-        ends = (source, target, dtype)
+            # It is alone in its kind.
+            source, target = self._stage_transform(match, sources[0], dtype, found)
+            at = match.target_range
+            sources, targets = [source], [target if at is None else at.of(target, rank)]
+        ends = sources[0], targets[0], dtype
+        if item.chosen.program is not None:
+            self._list_program(number, item.chosen.program, *ends, found)
+            return
         if item.handed_on:
             stages = [rows for _, rows in item.stages]
             staged = stage_transfers(item.change, stages, item.span, rank, *ends)
-            found.stages[0] += [one._replace(numbers=[number]) for one in staged]
+            found.stages[0] += [one._replace(numbers=numbers) for one in staged]
             return
         moved = RankTransfers.of(item.change, item.transfers, rank, *ends)
-        moved = moved._replace(numbers=[number])
-        near, compared = self._split(moved, match)
+        moved = moved._replace(sources=sources, targets=targets, numbers=numbers)
+        if not (self._changed_only and match.can_be_compared):
+            found.stages[0].append(moved)
+            return
+        # Copying memory that ranks share takes a third of the time of a comparison.
+        shared = self._group.shared_memory if self._changed_only is True else None
+        near, compared = moved.split({rank, *shared.ranks} if shared is not None else set())
         found.compared += filter(None, [compared])
-        if not (self._changed_only and match.can_be_compared and item.chosen.is_staged_whole):
+        if not item.chosen.is_staged_whole:
             found.stages[0] += filter(None, [near])
             return
         # Set it also if this rank is not part of the stages, so that it sends nothing directly.
         found.near = [*(found.near or ()), *filter(None, [near])]
         staged = stage_transfers(item.change, item.whole_stages, item.span, rank, *ends)
-        staged = (one._replace(numbers=[number]) for one in staged)
+        staged = (one._replace(numbers=numbers) for one in staged)
         found.staged_whole = [*(found.staged_whole or ()), *staged]
 
     def _list_program(
@@ -291,20 +266,21 @@ class RefitTransfer(Transfer):
     def _stage_transform(
         self,
         match: Match,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
+        part: torch.Tensor | None,
         dtype: torch.dtype,
         found: _BatchContents,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the tensors that a transform's elements are sent from and received in."""
+        """Return the tensors that a transform's elements are sent from and received in.
+
+        `part` is this rank's part of the source.
+        """
         name, rank = match.made_of, self._group.rank
-        transform, index_range = self._transforms[name], match.source_range
-        part = source if index_range is None else index_range.of(source, rank)
+        transform, target = self._transforms[name], self._target.get(match.target_name)
         sent = None
         if part is not None:
             sent = found.allocate(match.source.local_shape(rank) or (), dtype)
         if match.made_at == "source":
-            made = found.made.setdefault((name, index_range), {})
+            made = found.made.setdefault((name, match.source_range), {})
             if part is not None and sent is not None:
                 if not made:
                     found.before.append(partial(transform.finish_receive, name, part, made))

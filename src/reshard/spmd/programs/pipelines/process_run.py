@@ -152,7 +152,7 @@ class StageBoundary:
         )
         # Neighbours are not alike: a rank may be a step ahead, so they confirm nothing.
         transfer = Transfer.prepare(
-            lambda: MessageExchange([transfers], rank, self._group, self._device),
+            lambda: MessageExchange([transfers], self._group, self._device),
             self._group,
             tag=self._tags[crossing],
             in_background=True,
