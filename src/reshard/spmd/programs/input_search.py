@@ -60,7 +60,7 @@ from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.graph import Graph
 from reshard.spmd.propagation.axes import AxisTable, Sharding, size_of
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
-from reshard.spmd.propagation.by_cost.cost_problem import CostProblem, close
+from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
 from reshard.spmd.propagation.by_cost.cost_propagation import Choices, improved
 from reshard.spmd.propagation.by_cost.factor_graph import CostTable, FloatArray
 from reshard.spmd.propagation.by_cost.movements import NOTHING
@@ -304,7 +304,7 @@ class InputSearch:
         """Choices with inputs nearest to other shardings, operations in the ways that suit best."""
         shardings: list[Sharding] = self.problem.shardings(chosen)
         for number, spec in specs.items():
-            shardings[number] = close(self.table.encoded(spec))
+            shardings[number] = self.table.encoded(spec).plain
         return self._choose_ways(self.problem.nearest(shardings))
 
     def _choose_ways(self, start: Choices) -> Choices:
@@ -314,9 +314,7 @@ class InputSearch:
         """Return the choices nearest to shardings of all values."""
         return self.problem.nearest(
             [
-                Sharding(((),) * len(value.shape), (True,) * len(value.shape))
-                if one is None
-                else close(self.table.encoded(one))
+                Sharding.whole(len(value.shape)) if one is None else self.table.encoded(one).plain
                 for one, value in zip(specs, self.graph.values, strict=True)
             ]
         )

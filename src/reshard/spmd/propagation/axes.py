@@ -150,6 +150,16 @@ class Sharding(NamedTuple):
     # Dimensions of a weaker user priority, which join later: meanwhile they are closed.
     waiting: tuple[int, ...] = ()
 
+    @classmethod
+    def whole(cls, ndim: int) -> Sharding:
+        """Return the sharding of a tensor that every device has whole."""
+        return cls(((),) * ndim, (True,) * ndim)
+
+    @property
+    def plain(self) -> Sharding:
+        """The sharding as an array has it: without open dimensions and replicated axes."""
+        return self._replace(is_closed=(True,) * len(self.dims), replicated=())
+
     @property
     def is_cut(self) -> bool:
         """Whether any dimension is."""

@@ -372,7 +372,7 @@ class _Placing:
         self.asked = propagated.outputs
         self.table = table
         self.state = [
-            _make_whole(len(value.shape))
+            Sharding.whole(len(value.shape))
             if spec is None
             else table.encoded(spec)._replace(replicated=())
             for value, spec in zip(self.graph.values, propagated.values, strict=True)
@@ -539,16 +539,12 @@ class _Placing:
         for position, (value, spec) in enumerate(zip(self.graph.outputs, self.asked, strict=True)):
             source = self.state[value]
             ndim = len(self.graph.values[value].shape)
-            target = _make_whole(ndim) if spec is None else self.table.encoded(spec)
+            target = Sharding.whole(ndim) if spec is None else self.table.encoded(spec)
             target = target._replace(replicated=())
             at: Place = (None, "output", position)
             source = self._find_reduced(value, at, source, target.partial)
             if source.dims != target.dims or source.partial != target.partial:
                 self.move(value, at, source, target)
-
-
-def _make_whole(ndim: int) -> Sharding:
-    return Sharding(((),) * ndim, (True,) * ndim)
 
 
 def _find_staying(source: Sharding, target: Sharding) -> Parts:

@@ -13,7 +13,6 @@ from reshard.cost import load_preset
 from reshard.spmd.core.operator import rule_of
 from reshard.spmd.graph import Graph
 from reshard.spmd.propagation.axes import AxisTable
-from reshard.spmd.propagation.by_cost.candidates import PlacedRun
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
 from reshard.spmd.propagation.by_cost.cost_propagation import OTHERS
@@ -205,8 +204,8 @@ def test_edges_are_the_value_s_where_it_lies_as_it_is_read() -> None:
     )
     known = ValueMovements(model, EDGE_MOVES_SHAPE, dtype("float32"))
     # Two ways: one runs on rows with more than they are, one on columns as they are.
-    placed = [PlacedRun((rows,), (whole,), ()), None]
-    kept, moved = EdgeMoves.of(known, (0, 1), (0, 1), (rows, columns), placed, 0)
+    runs_with = [whole, None]
+    kept, moved = EdgeMoves.of(known, (0, 1), (0, 1), (rows, columns), runs_with)
     price_s = model.program_s(rows, whole, EDGE_MOVES_SHAPE, dtype("float32"))
     assert price_s > 0 and known.edges_s == [price_s]
     assert kept.others == moved.others == (0, NO_EDGES)
@@ -217,9 +216,9 @@ def test_edges_are_the_value_s_where_it_lies_as_it_is_read() -> None:
     assert targets == [0, None, None, None]
     assert kept.seconds_to((0,)).tolist() == [[price_s], [0]]
     # Another operator that needs the same edges knows them by the same number.
-    again, _ = EdgeMoves.of(known, (0, 1), (0,), (rows,), placed[:1], 0)
+    again, _ = EdgeMoves.of(known, (0, 1), (0,), (rows,), runs_with[:1])
     assert again.others == (0,) and len(known.edges_s) == 1
-    assert EdgeMoves.of(known, (0, 1), (1,), (columns,), [None], 0) == ()
+    assert EdgeMoves.of(known, (0, 1), (1,), (columns,), [None]) == ()
 
 
 @pytest.mark.parametrize("over", ["x, -, -, -", "-, -, x, -"])

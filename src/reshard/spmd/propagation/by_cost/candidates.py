@@ -16,8 +16,8 @@ those that extend it as well.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from reshard.mesh import DeviceMesh
@@ -35,26 +35,11 @@ from reshard.spmd.propagation.axes import (
     updated,
 )
 from reshard.spmd.propagation.reshards import common_axes
-from reshard.spmd.rules.sharding_rule import OpShardingRule
+from reshard.spmd.rules.sharding_rule import Mapping, OpShardingRule
 
 # Ways of an operator, and shardings of a value; those of the other strategies come first.
 MOST_WAYS = 256
 MOST_SHARDINGS = 96
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedRun:
-    """Shardings of an operator that computes them itself: see `Operator.placed`.
-
-    Args:
-        reads: of the operands as they come.
-        runs_with: of the operands while it runs, such as with the edges of other parts.
-        makes: of the results.
-    """
-
-    reads: tuple[Sharding, ...]
-    runs_with: tuple[Sharding, ...]
-    makes: tuple[Sharding, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,54 +48,66 @@ class RunOption:
 
     Args:
         cuts: axes of each factor.
-        kept: axes along which contributions are carried through.
-        partial: positions of the operands that have those.
-        reduction: how those combine.
-        placed: shardings that the rule cannot express; those of the rule if None.
+        reads: shardings of the operands as they come.
+        makes: shardings of the results, contributions included.
+        runs_with: shardings of the operands while it runs, with the edges of other parts; None if
+            they are those that it reads.
     """
 
     cuts: tuple[Parts, ...]
-    kept: Parts = ()
-    partial: tuple[int, ...] = ()
-    reduction: str = "sum"
-    placed: PlacedRun | None = None
+    reads: tuple[Sharding, ...]
+    # Ways that differ only in what they make are few: hashes do without it.
+    makes: tuple[Sharding, ...] = field(hash=False)
+    runs_with: tuple[Sharding, ...] | None = None
 
-    def reads(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
-        """Return the shardings of the operands."""
-        if self.placed is not None:
-            return self.placed.reads
-        return tuple(
-            self._make_sharding(
-                rule, place, self.kept if place in self.partial else (), self.reduction
-            )
-            for place in range(len(rule.operands))
+    @classmethod
+    def of(
+        cls,
+        rule: OpShardingRule,
+        cuts: tuple[Parts, ...],
+        kept: Parts = (),
+        partial: Collection[int] = (),
+        reduction: str = "sum",
+    ) -> RunOption:
+        """Create the way with cuts that a rule can express.
+
+        Args:
+            rule: of the operator.
+            cuts: axes of each factor.
+            kept: axes along which contributions are carried through.
+            partial: positions of the operands that have those.
+            reduction: how those combine.
+        """
+        reads = tuple(
+            [
+                _make_sharding(mapping, rule, cuts, kept if place in partial else (), reduction)
+                for place, mapping in enumerate(rule.operands)
+            ]
         )
-
-    def makes(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
-        """Return the shardings of the results, contributions included."""
-        if self.placed is not None:
-            return self.placed.makes
-        found = []
-        for place, contributed in enumerate(rule.contributed, len(rule.operands)):
-            reduced = tuple(part for factor in contributed for part in self.cuts[factor])
+        makes = []
+        for mapping, contributed in zip(rule.results, rule.contributed, strict=True):
+            reduced = tuple(part for factor in contributed for part in cuts[factor])
             axes: Parts = ()
-            for part in sorted((*self.kept, *reduced)):
+            for part in sorted((*kept, *reduced)):
                 axes = joined(axes, part)
-            operator = rule.reduction_operator if reduced else self.reduction
-            found.append(self._make_sharding(rule, place, axes, operator))
-        return tuple(found)
+            operator = rule.reduction_operator if reduced else reduction
+            makes.append(_make_sharding(mapping, rule, cuts, axes, operator))
+        return cls(cuts, reads, tuple(makes))
 
-    def _make_sharding(
-        self, rule: OpShardingRule, place: int, partial: Parts, reduction: str
-    ) -> Sharding:
-        dims = tuple(
-            self.cuts[dim[0]]
+
+def _make_sharding(
+    mapping: Mapping, rule: OpShardingRule, cuts: Sequence[Parts], partial: Parts, reduction: str
+) -> Sharding:
+    """Return the sharding of a tensor whose factors are cut so."""
+    dims = tuple(
+        [
+            cuts[dim[0]]
             if len(dim) == 1
-            else _join_cuts(tuple((rule.sizes[f], self.cuts[f]) for f in dim))
-            for dim in rule.tensors[place]
-        )
-        reduced = reduction if partial else None
-        return Sharding(dims, (True,) * len(dims), (), partial, reduced)
+            else _join_cuts(tuple((rule.sizes[f], cuts[f]) for f in dim))
+            for dim in mapping
+        ]
+    )
+    return Sharding(dims, (True,) * len(dims), (), partial, reduction if partial else None)
 
 
 @lru_cache(maxsize=4096)
@@ -192,7 +189,7 @@ def ways_of(
     rule = operation.rule
     # First the operator on whole operands, which is always possible, then as other strategies run
     # it: neither is lost where the list is cut off at MOST_WAYS.
-    found: dict[RunOption, None] = {RunOption(((),) * len(rule.sizes)): None}
+    found: dict[RunOption, None] = {RunOption.of(rule, ((),) * len(rule.sizes)): None}
     elements = [_count_parts(shape) for shape in shapes]
     for shardings in known:
         tensors = [
@@ -201,7 +198,7 @@ def ways_of(
         ]
         cuts = tuple(common_axes(rule, tensors, elements, mesh))
         if _may_run(rule, cuts, _find_cuttable(rule, tuple(shapes))):
-            found[RunOption(cuts)] = None
+            found[RunOption.of(rule, cuts)] = None
     for way in _list_placed(operation, tuple(shapes), pieces, mesh):
         found.setdefault(way)
     carried = _find_carried(operation, len(rule.operands), reductions)
@@ -229,12 +226,12 @@ def _list_placed(
                 cuts[factor] = joined(cuts[factor], piece)
         if moving.isdisjoint(chosen) or not _may_run(rule, cuts, cuttable | moving):
             continue
-        way = RunOption(tuple(cuts))
-        reads = way.reads(rule)
-        placed = known.placed([*map(table.decoded, reads)], shapes[:count], operation.attributes)
+        way = RunOption.of(rule, tuple(cuts))
+        specs = [*map(table.decoded, way.reads)]
+        placed = known.placed(specs, shapes[:count], operation.attributes)
         if placed is not None:
             runs_with, makes = (tuple(map(table.encoded, some)) for some in placed)
-            yield replace(way, placed=PlacedRun(reads, runs_with, makes))
+            yield RunOption(way.cuts, way.reads, makes, runs_with)
 
 
 def _count_parts(shape: Sequence[int]) -> int:
@@ -340,7 +337,8 @@ def _list_ways(
                 continue
             number, axes = next(iter(kept.items()), (0, ()))
             reduction, operands = carried[number] if axes else ("sum", ())
-            found[RunOption(tuple(cuts), tuple(sorted(axes)), operands, reduction)] = None
+            way = RunOption.of(rule, tuple(cuts), tuple(sorted(axes)), operands, reduction)
+            found[way] = None
             if len(found) >= MOST_WAYS:
                 return tuple(found)
     return tuple(found)
@@ -363,7 +361,7 @@ def shardings_of(
         if all(given.is_closed):
             return list(found)
     for sharding in itertools.chain(known, around):
-        closed = sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
+        closed = sharding.plain
         # An open annotation may be extended; a closed annotation was returned above.
         if given is not None and not _extends(closed, given):
             continue

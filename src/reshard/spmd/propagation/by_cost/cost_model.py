@@ -416,7 +416,7 @@ class CostModel:
         """Return the time of the movement by the program that is run for it."""
         if are_alike(source, target):
             return 0.0
-        ends = tuple(self.table.decoded(_is_plain_part(one)) for one in (source, target))
+        ends = tuple(self.table.decoded(one.plain) for one in (source, target))
         found = self._programs.get((ends, shape, element))
         if found is None:
             program = chosen_program(ArrayType(shape, element, ends[0]), ends[1])
@@ -521,11 +521,6 @@ class CostModel:
         dtypes = given or [element for _, element in tensors]
         operations = operations_of(name, rule, sizes, attributes)
         return least_s(self._device, operations, moved, dtypes)
-
-
-def _is_plain_part(sharding: Sharding) -> Sharding:
-    """Return a sharding as an array has it: closed, without replicated axes."""
-    return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
 
 
 def _key(sharding: Sharding) -> object:

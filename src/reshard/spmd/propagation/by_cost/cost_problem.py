@@ -48,7 +48,6 @@ from reshard.spmd.propagation.by_cost.movements import (
     ValueMovements,
 )
 from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph
-from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 # Operations of a graph that is small enough for axes to be tried in every order.
 SMALL = 4
@@ -72,10 +71,10 @@ class _Ways:
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def of(rule: OpShardingRule, options: tuple[RunOption, ...]) -> _Ways:
-        """Return those of a rule, cached between propagations."""
+    def of(options: tuple[RunOption, ...]) -> _Ways:
+        """Return those of an operation, cached between propagations."""
         # Transpose rows, of the ways, to columns, of the tensors.
-        rows = [(*way.reads(rule), *way.makes(rule)) for way in options]
+        rows = [(*way.reads, *way.makes) for way in options]
         columns = tuple(zip(*rows, strict=True))
         different = tuple(tuple(dict.fromkeys(one)) for one in columns)
         return _Ways(options, tuple([way.cuts for way in options]), columns, different)
@@ -83,7 +82,7 @@ class _Ways:
     @property
     def are_placed(self) -> bool:
         """Whether the operation may need more than it reads in any of them."""
-        return any(way.placed is not None for way in self.options)
+        return any(way.runs_with is not None for way in self.options)
 
     def run(self, place: int, count: int) -> OperationShardings:
         """Return the shardings of an operation's `count` operands and its results in a way."""
@@ -137,7 +136,7 @@ class CostProblem:
         for value, input_ in (ties or {}).items():
             self.variables[value] = input_
         given = {number: table.encoded(spec) for number, spec in annotations.items()}
-        self.asked = {place: close(table.encoded(spec)) for place, spec in asked.items()}
+        self.asked = {place: table.encoded(spec).plain for place, spec in asked.items()}
         # The axes in the pieces that annotations use, others as a whole.
         used = pieces_of([*given.values(), *self.asked.values()])
         pieces = every_piece(used, table.mesh)
@@ -148,7 +147,7 @@ class CostProblem:
             key = len(shape) if spec is None else spec
             found = alike.get(key)
             if found is None:
-                found = _make_whole(shape) if spec is None else close(table.encoded(spec))
+                found = Sharding.whole(len(shape)) if spec is None else table.encoded(spec).plain
                 found = alike[key] = alike.setdefault(found, found)
             return found
 
@@ -180,7 +179,7 @@ class CostProblem:
                 options = ways_of(
                     operation, shapes, pieces, known, table.mesh, reductions, is_small
                 )
-                ways = known_ways[key] = _Ways.of(operation.rule, tuple(options))
+                ways = known_ways[key] = _Ways.of(tuple(options))
             self.ways.append(ways)
             # The shardings that a way reads and computes become candidates of the values around it.
             for value, shardings in zip(places, ways.different, strict=True):
@@ -366,8 +365,11 @@ class CostProblem:
                     numbered.append((position, find_between(moves, own[value], found, is_read)))
                     if not is_read or not ways.are_placed:
                         continue
-                    placed = [way.placed for way in ways.options]
-                    for edge in EdgeMoves.of(moves, own[value], found, others, placed, position):
+                    runs_with = [
+                        None if way.runs_with is None else way.runs_with[position]
+                        for way in ways.options
+                    ]
+                    for edge in EdgeMoves.of(moves, own[value], found, others, runs_with):
                         self._between.append(edge)
                         numbered.append((position, edge))
             for position, between in numbered:
@@ -411,16 +413,11 @@ class CostProblem:
             )
         )
         outputs = tuple(
-            self.table.decoded(self.asked.get(place, close(shardings[value])))
+            self.table.decoded(self.asked.get(place, shardings[value].plain))
             for place, value in enumerate(self.graph.outputs)
         )
         values = tuple(map(self.table.decoded, shardings))
         return PropagatedGraph(self.graph, base.mesh, values, outputs, runs)
-
-
-def close(sharding: Sharding) -> Sharding:
-    """Return a sharding as an array has it: without open dimensions and replicated axes."""
-    return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
 
 
 def _find_nearest(wanted: Sequence[AxisParts], some: Sequence[Sequence[AxisParts]]) -> int:
@@ -428,10 +425,6 @@ def _find_nearest(wanted: Sequence[AxisParts], some: Sequence[Sequence[AxisParts
     if wanted in some:
         return some.index(wanted)
     return max(range(len(some)), key=lambda place: sum(map(eq, wanted, some[place])))
-
-
-def _make_whole(shape: Sequence[int]) -> Sharding:
-    return Sharding(((),) * len(shape), (True,) * len(shape))
 
 
 def _find_reductions(graph: Graph, given: Iterable[Sharding]) -> tuple[str, ...]:

@@ -43,7 +43,6 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.spmd.propagation.axes import Sharding, are_alike
-from reshard.spmd.propagation.by_cost.candidates import PlacedRun
 from reshard.spmd.propagation.by_cost.cost_model import CostModel
 from reshard.spmd.propagation.by_cost.factor_graph import CostTable, FloatArray
 
@@ -216,21 +215,19 @@ class EdgeMoves:
         own: tuple[int, ...],
         reads: tuple[int, ...],
         shardings: Sequence[Sharding],
-        placed: Sequence[PlacedRun | None],
-        position: int,
+        runs_with: Sequence[Sharding | None],
     ) -> tuple[EdgeMoves, ...]:
         """Those of an operand, kept and not, if there are any.
 
         Args:
             moves, own, reads: those of the value.
             shardings: that each way reads.
-            placed: the shardings of each way; those of its rule if None.
-            position: of the operand.
+            runs_with: with which each way runs; None if it is that which it reads.
         """
         others = tuple(
             [
-                NO_EDGES if one is None else moves.edge(number, sharding, one.runs_with[position])
-                for number, sharding, one in zip(reads, shardings, placed, strict=True)
+                NO_EDGES if target is None else moves.edge(number, sharding, target)
+                for number, sharding, target in zip(reads, shardings, runs_with, strict=True)
             ]
         )
         if all(other == NO_EDGES for other in others):
