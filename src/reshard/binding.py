@@ -180,7 +180,7 @@ class FileRanges(Mapping[int, Address | tuple[Address, ...]]):
     {2: FileRange(path='a', start_bytes=64)}
     """
 
-    __slots__ = ("_files", "_places", "_starts", "layout")
+    __slots__ = ("_files", "_first", "_places", "_starts", "layout")
 
     def __init__(
         self,
@@ -191,16 +191,21 @@ class FileRanges(Mapping[int, Address | tuple[Address, ...]]):
     ) -> None:
         self.layout = layout
         self._places, self._files, self._starts = places, files, starts
+        # The first place of each slot, found when it is needed: there may be a thousand slots.
+        self._first: dict[int, int] | None = None
 
     def __getitem__(self, slot: int) -> Address | tuple[Address, ...]:
+        if self._first is None:
+            self._first = {}
+            for number, (owner, _) in enumerate(self._places):
+                self._first.setdefault(owner, number)
+        at = self._first[slot]
+        if self._places[at][1] is None:
+            return FileRange(self._files[at], self._starts[at])
         ranges = []
-        for (owner, cell), file, start in zip(self._places, self._files, self._starts, strict=True):
-            if owner == slot and cell is None:
-                return FileRange(file, start)
-            if owner == slot:
-                ranges.append(FileRange(file, start))
-        if not ranges:
-            raise KeyError(slot)
+        while at < len(self._places) and self._places[at][0] == slot:
+            ranges.append(FileRange(self._files[at], self._starts[at]))
+            at += 1
         return tuple(ranges)
 
     def __iter__(self) -> Iterator[int]:

@@ -312,27 +312,30 @@ class _BlockFiles:
 
     def _find_spans(self, number: int, block: int) -> tuple[tuple[int, Span, bool], ...]:
         """Return the spans of a block of a kind: place, span, and whether it is the whole block."""
-        kind, grid = self.columns.kinds[number], self.grid(number)
-        box, spans = grid.box(block), []
+        grid = self.grid(number)
+        box = grid.box(block)
+        found = self._list_spans(number, box, grid)
+        return tuple((place, span, span.is_all_of(box)) for place, span in found)
+
+    def _list_spans(self, number: int, box: Box, grid: BlockGrid) -> Iterator[tuple[int, Span]]:
+        """Yield the place and the span of every range of a box of tensors of a kind.
+
+        Spans are relative to the begin of their place.
+        """
+        kind = self.columns.kinds[number]
         for tile in self._tiles(number).intersecting(box):
             place, is_slot = kind.find_place(tile.slot, tile.number)
             start_bytes = tile.offset * grid.itemsize_bytes if is_slot else 0
             view = kind.view(tile.slot, tile.number)
             for span in list_spans(tile, view, grid, box, start_bytes):
-                spans.append((place, span, span.is_all_of(box)))
-        return tuple(spans)
+                yield place, span
 
-    def _list_spans(self, row: int, box: Box, grid: BlockGrid) -> Iterator[tuple[str, Span]]:
-        """Yield the file name and span of every range of a box of a tensor."""
+    def _locate_spans(self, row: int, box: Box, grid: BlockGrid) -> Iterator[tuple[str, int, Span]]:
+        """Yield the file, the first byte and the span of every range of a box of a tensor."""
         number, first = int(self.columns.kind[row]), int(self.columns.first[row])
-        kind = self.columns.kinds[number]
-        for tile in self._tiles(number).intersecting(box):
-            place, is_slot = kind.find_place(tile.slot, tile.number)
-            start_bytes = int(self.columns.starts[first + place])
-            start_bytes += tile.offset * grid.itemsize_bytes if is_slot else 0
-            view = kind.view(tile.slot, tile.number)
-            for span in list_spans(tile, view, grid, box, start_bytes):
-                yield kind.files[place], span
+        files = self.columns.kinds[number].files
+        for place, span in self._list_spans(number, box, grid):
+            yield files[place], int(self.columns.starts[first + place]) + span.start_bytes, span
 
     def _find_pieces(self, sections: Sequence[Section]) -> _FilePieces:
         files: list[IntArray] = []
@@ -537,12 +540,12 @@ class BlockReader(_BlockFiles):
         grid = grid.replace(dimension=cut, chunk=1, count=0)
         lead, size_bytes = box.shape[:cut], box.elements * grid.itemsize_bytes
         if math.prod(lead) == 1:
-            spans = list(self._list_spans(row, box, grid))
+            spans = list(self._locate_spans(row, box, grid))
             # If the box is a single range of a file, in the same order, it is read in place.
-            if len(spans) == 1 and spans[0][1].is_all_of(box):
-                name, span = spans[0]
-                region = into.region(span.start_bytes, size_bytes)
-                self._read_span(name, span, region)
+            if len(spans) == 1 and spans[0][2].is_all_of(box):
+                name, start_bytes, _ = spans[0]
+                region = into.region(start_bytes, size_bytes)
+                self._read_range(name, start_bytes, region)
                 return np.frombuffer(region.memory, storage).reshape(box.shape)
         array = np.frombuffer(into.region(0, size_bytes).memory, storage).reshape(box.shape)
         # A span has a single index of each dimension before the cut, so the loop is over these.
@@ -551,17 +554,17 @@ class BlockReader(_BlockFiles):
             stop = tuple(a + 1 for a in start)
             inner = Box((*start, *box.start[cut:]), (*stop, *box.stop[cut:]))
             part = array[tuple(slice(i, i + 1) for i in index)]
-            for name, span in self._list_spans(row, inner, grid):
-                region = over.region(span.start_bytes, span.size_bytes)
-                self._read_span(name, span, region)
+            for name, start_bytes, span in self._locate_spans(row, inner, grid):
+                region = over.region(start_bytes, span.size_bytes)
+                self._read_range(name, start_bytes, region)
                 elements = np.frombuffer(region.memory, storage)
                 span.copy(part, span.over(elements), into_block=True)
         return array
 
-    def _read_span(self, name: str, span: Span, region: BufferRegion) -> None:
-        self._files[name].read_into(region, span.start_bytes)
+    def _read_range(self, name: str, start_bytes: int, region: BufferRegion) -> None:
+        self._files[name].read_into(region, start_bytes)
         if self._watch is not None:
-            self._watch(name, span.start_bytes, region.memory)
+            self._watch(name, start_bytes, region.memory)
 
     def verify_digests(self, section: Section, digests: Sequence[bytes]) -> None:
         """Compare the digests of a section's blocks with the recorded digests, if any.
@@ -596,8 +599,8 @@ class BlockReader(_BlockFiles):
         """Return the byte ranges from which a block is read, as text."""
         grid = self.grid(int(self.columns.kind[row]))
         return tuple(
-            f"{name} bytes {span.start_bytes}:{span.start_bytes + span.size_bytes}"
-            for name, span in self._list_spans(row, grid.box(block), grid)
+            f"{name} bytes {start_bytes}:{start_bytes + span.size_bytes}"
+            for name, start_bytes, span in self._locate_spans(row, grid.box(block), grid)
         )
 
 

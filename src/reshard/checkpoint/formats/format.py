@@ -280,15 +280,16 @@ def _detect_by_path(detect: Callable[[Any, Path], bool]) -> Callable[[Any, Listi
 
 
 def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkpoint:
-    """Add the digests of its manifest to a checkpoint of whole tensors.
+    """Add the digests of its manifest to a checkpoint, which must have the same contents.
 
     Raises:
         CheckpointError: files that are not those that were written.
         FormatError: tensors that differ from the manifest's.
     """
     folder = checkpoint.folder
-    written = {file.name: file.size_bytes for file in manifest.files}
-    found = {file.name: file.size_bytes for file in checkpoint.files}
+    # An empty file, as a rank without tensors has, may be in no metadata.
+    written = {file.name: file.size_bytes for file in manifest.files if file.size_bytes}
+    found = {file.name: file.size_bytes for file in checkpoint.files if file.size_bytes}
     # Files first: if sizes differ, so do the files, whatever their headers contain.
     for name in sorted({*written, *found}):
         if written.get(name) != found.get(name):

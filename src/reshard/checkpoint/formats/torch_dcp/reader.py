@@ -36,6 +36,7 @@ from reshard.checkpoint.contents import (
     StoredItem,
 )
 from reshard.checkpoint.formats.chunks import ChunkBinder
+from reshard.checkpoint.formats.format import check_against_manifest
 from reshard.checkpoint.formats.source_sharding import (
     DescribedPart,
     SourceSharding,
@@ -242,30 +243,20 @@ def bind_to_manifest(found: Checkpoint, manifest: Manifest) -> Checkpoint:
     """Bind the tensors of a checkpoint to the layouts of its manifest.
 
     Raises:
+        CheckpointError: files that are not those that were written.
         FormatError: files that contradict the manifest.
     """
-    folder = found.folder
-    # A checkpoint without tensors has an empty file, which `.metadata` does not mention.
-    written = {(file.name, file.size_bytes) for file in manifest.files if file.size_bytes}
-    others = sorted({(file.name, file.size_bytes) for file in found.files} ^ written)
-    names = sorted({*found.tensors} ^ {*manifest.tensors})
-    if others or names:
-        what = f"the tensor {names[0]!r}" if names else f"{others[0][0]} of {others[0][1]} bytes"
-        raise FormatError(
-            f"{folder / METADATA_NAME} and {MANIFEST_NAME} do not belong together: only one of "
-            f"them has {what}. If the files were saved again, delete the manifest"
-        )
-    tensors = _bind_as_described(folder, TensorColumns.of(found.tensors), manifest.tensors)
-    items = {
-        name: item.replace(digest=manifest.items.get(name)) for name, item in found.items.items()
-    }
+    checked, described = check_against_manifest(found, manifest), manifest.tensors
+    tensors = TensorColumns.of(checked.tensors)
+    tensors = _bind_as_described(found.folder, tensors, described)
     digests = tensors.digests
+    # Archives have a checksum each. It is not needed where the manifest has a digest.
     checksums = tuple(
         checksum
         for checksum in found.checksums
         if digests is None or digests.of(tensors.row(checksum.tensor)) is None
     )
-    return found.replace(tensors=tensors, mesh=manifest.mesh, items=items, checksums=checksums)
+    return checked.replace(tensors=tensors, mesh=manifest.mesh, checksums=checksums)
 
 
 def _bind_as_described(
@@ -288,8 +279,7 @@ def _bind_as_described(
         starts[begin[alike] + np.arange(len(places))] = tensors.starts[
             tensors.first[alike] + places
         ]
-    digests = None if described.digests is None else described.digests.take(rows)
-    return TensorColumns(tensors.names, [kind for kind, _ in bound], pair, starts, digests)
+    return TensorColumns(tensors.names, [kind for kind, _ in bound], pair, starts, tensors.digests)
 
 
 def _match_kinds(
@@ -300,22 +290,19 @@ def _match_kinds(
     Raises:
         FormatError: chunks in the files that are not the shards of the manifest.
     """
-    layout, shape = described.layout, found.layout.shape
-    wrong = FormatError(
-        f"{folder}: {METADATA_NAME} has {name!r} as {found.dtype} {list(shape)}, "
-        f"in other shards than the {described.dtype} {list(layout.shape)} of {MANIFEST_NAME}. If "
-        "the files were saved again, delete the manifest"
-    )
-    if (found.dtype, shape) != (described.dtype, layout.shape):
-        raise wrong
-    if 0 in shape:
+    layout = described.layout
+    # Only the shape of an empty tensor is stored.
+    if 0 in layout.shape:
         return found, [*range(len(found.places))]
     places, order = [], []
     for slot in found.layout.holders:
         boxes = layout.boxes(slot) if slot in layout.holders else ()
         chunks = {box: number for number, box in enumerate(found.layout.boxes(slot))}
         if {*boxes} != {*chunks} or len(boxes) != len(layout.cells_of(slot)):
-            raise wrong
+            raise FormatError(
+                f"{folder}: {METADATA_NAME} has {name!r} in other shards than {MANIFEST_NAME}; if "
+                "the files were saved again, delete the manifest"
+            )
         for number, box in enumerate(boxes):
             places.append((slot, number))
             order.append(found.find_place(slot, chunks[box])[0])
