@@ -156,6 +156,7 @@ class _Side:
         self.files = open_sources(self.checkpoint)
         self.columns = TensorColumns.of(self.checkpoint.tensors)
         self._reader = BlockReader(self.columns, self.files)
+        # Blocks are read in the order of the tensors, so few computed tensors are in use at a time.
         self._computed = lru_cache(maxsize=64)(self._open_computed)
 
     def _open_computed(self, name: str) -> ComputedReader:

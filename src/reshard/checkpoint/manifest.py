@@ -46,10 +46,11 @@ MANIFEST_NAME = "reshard.manifest.json"
 FORMAT_VERSION = 1
 _DIGEST_CHARACTERS = 2 * DIGEST_BYTES
 _NO_DIGIT = re.compile("[^0-9a-f]")
+# The sum of two smaller numbers still fits into 64 bits.
 _TOO_LARGE = 2**62
 # The position of the tensors in the text. No JSON string contains a line end, so it is unique.
 _TENSORS_PLACE = '\n "tensors": null'
-_BEHIND_TENSORS = '\n },\n "carried"'
+_AFTER_TENSORS = '\n },\n "carried"'
 _TENSORS_A_PIECE = 10_000
 _TENSOR = re.compile(
     rb'\n  "([^"\\\x00-\x1f]*)": (\{\n   "dtype": "[^"\\\n]*",\n   "shape": \[[0-9,\s]*\],'
@@ -246,7 +247,7 @@ def _find_tensors(text: bytes) -> tuple[int, int]:
     Raises ValueError for a text in another form, as `_read_entries` does.
     """
     begin = text.find(_TENSORS_PLACE.removesuffix("null").encode() + b"{\n")
-    end = text.rfind(_BEHIND_TENSORS.encode())
+    end = text.rfind(_AFTER_TENSORS.encode())
     if not 0 <= begin < end:
         raise ValueError("no tensors where they are expected")
     return begin + len(_TENSORS_PLACE.removesuffix("null")), end + len("\n }")

@@ -66,6 +66,7 @@ PRETRAINED_OPTIONS = ("dtype", "adapters", "source_layout", "allow", *SELECTION_
 """The options that apply to weights alone, as a model folder for transformers has them."""
 COMPRESSIONS = ("zstd",)
 """The compressions of a delta."""
+# PyTorch's long names are accepted too, and not listed in the help.
 SHORT_CAST_TYPES = [name for name in CAST_TYPES if len(name) < 5]
 
 # The options of a conversion that exclude others, in the words of errors.

@@ -41,8 +41,8 @@ _OPTIONS = (
     click.option(
         "--source-mesh",
         metavar="MESH",
-        help="The mesh that wrote the source, where its files lack an axis, such as for plain "
-        "tensors in one file per rank: tp=2.",
+        help="The mesh that wrote the source, if its files lack an axis, as plain tensors in a "
+        "file per rank do: tp=2.",
     ),
     click.option(
         "--source-rule",
@@ -63,6 +63,7 @@ _OPTIONS = (
 
 def source_options(command: Command) -> Command:
     """Add the options of `open_source`: how the source is sharded, and how copies are compared."""
+    # Decorators apply from the last to the first: reversed, the help lists them in order.
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -235,8 +236,8 @@ for_option = click.option(
 config_option = click.option(
     "--config",
     metavar="DIR|FILE",
-    help="For --for hf: the folder of the model that was trained, or its config.json, where SOURCE "
-    "has none; tokenizer files come along.",
+    help="For --for hf: the folder of the model that was trained, or its config.json, if SOURCE "
+    "has none; its tokenizer files are copied too.",
 )
 
 
@@ -268,6 +269,7 @@ def plan_from_options(
     options, reason, plan, target_format = _TARGETS[target_kind]
     if format == target_format:
         arguments["format"] = None
+    # Options that were not given have one of these defaults.
     given = {
         name: value
         for name, value in {**arguments, "config": config}.items()

@@ -54,7 +54,7 @@ def size_bytes(text: str) -> int:
     size = int(Fraction(match[1]) * factor) if match and factor else 0
     if size < 1:
         raise UsageError(
-            f"{text!r} is no size; write 256MiB, 1.5GiB (units of 1024), 1GB (of 1000), or a "
+            f"{text!r} is not a size; write 256MiB, 1.5GiB (units of 1024), 1GB (of 1000), or a "
             "number of bytes"
         )
     return size
@@ -77,7 +77,7 @@ def as_path(context: click.Context, parameter: click.Parameter, value: str) -> s
     """
     if not value:
         raise click.BadParameter(
-            "an empty path; write `.` for the folder you are in", context, parameter
+            "an empty path; write `.` for the current folder", context, parameter
         )
     return value
 
@@ -248,7 +248,7 @@ def check_report(report_path: str | None, overwrite: bool, ranks_per_host: int |
     if report_path is None:
         for name, given in (("--overwrite", overwrite), ("--ranks-per-host", ranks_per_host)):
             if given:
-                raise UsageError(f"{name} is about the report; give --html FILE too")
+                raise UsageError(f"{name} needs a report; give --html FILE too")
         return
     if not report_path:
         raise UsageError("--html with an empty name; give a file, such as report.html")

@@ -46,6 +46,7 @@ def write(text: str) -> None:
 
 def write_pieces(pieces: Iterable[str]) -> None:
     """Write text to stdout piece by piece, with a single piece in memory. Raises as `write`."""
+    # Python sets a standard stream to None if its descriptor was closed.
     if sys.stdout is None:
         return
     try:
@@ -135,7 +136,7 @@ def listing(title: str, names: Iterable[str]) -> list[str]:
         line = f"{title}: {', '.join(map(printable, names))}"
         if display_width(line) <= LINE_WIDTH:
             return [line]
-    # Long lists are cut for readers; programs use --json.
+    # People read the first lines of a long list; programs use --json.
     rest = len(names) - MAX_LISTED
     more = [f"  ... and {rest:,} more, --json lists all"] if rest > 0 else []
     return [f"{title}:", *(f"  {name_text(name)}" for name in names[:MAX_LISTED]), *more]
@@ -167,16 +168,16 @@ def ellipsis() -> str:
     return "…" if can_draw_boxes() else "..."
 
 
-def name_columns(beside: Iterable[Sequence[str]]) -> int | None:
+def name_columns(others: Iterable[Sequence[str]]) -> int | None:
     """Return the columns that a terminal has for names in the first column of a table.
 
-    `beside` holds the other columns. Return None if stdout is not a terminal, since programs read
+    `others` are the other columns. Return None if stdout is not a terminal, since programs read
     whole names.
     """
     if sys.stdout is None or not sys.stdout.isatty():
         return None
-    others = sum(2 + max(map(display_width, column), default=0) for column in beside)
-    return max(MIN_NAME_COLUMNS, shutil.get_terminal_size().columns - others)
+    taken = sum(2 + max(map(display_width, column), default=0) for column in others)
+    return max(MIN_NAME_COLUMNS, shutil.get_terminal_size().columns - taken)
 
 
 def cut_text(tensor: StoredTensor) -> str:
@@ -226,9 +227,9 @@ def check_place(path: Path, overwrite: bool, what: str, example: str) -> None:
         if path.is_dir():
             raise UsageError(f"{path} is a folder; give a file for the {what}: {path}/{example}")
         if not path.parent.is_dir():
-            raise UsageError(f"{path.parent} is no folder; make it first, or write elsewhere")
+            raise UsageError(f"{path.parent} is not a folder; create it first, or write elsewhere")
         if not overwrite and os.path.lexists(path):
-            raise _there_already(path)
+            raise _refuse_existing(path)
 
 
 def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
@@ -264,15 +265,15 @@ def _put_in_place(draft: Path, path: Path, overwrite: bool) -> None:
         try:
             os.link(draft, path)
         except FileExistsError:
-            raise _there_already(path) from None
+            raise _refuse_existing(path) from None
         except OSError:
             # Some file systems do not support links: check, then rename.
             if os.path.lexists(path):
-                raise _there_already(path) from None
+                raise _refuse_existing(path) from None
         else:
             return
     os.replace(draft, path)
 
 
-def _there_already(path: Path) -> UsageError:
+def _refuse_existing(path: Path) -> UsageError:
     return UsageError(f"{path} exists; give --overwrite to replace it, or another name")

@@ -70,7 +70,7 @@ class ModuleCommands(Commands):
         return list(self.summaries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, imported if it was not yet, or None if there is none of that name."""
+        """Return a command, imported when it is first called, or None for an unknown name."""
         if cmd_name not in self.summaries:
             return None
         if cmd_name not in self.commands:
@@ -79,11 +79,12 @@ class ModuleCommands(Commands):
         return self.commands[cmd_name]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the summaries, for which nothing is imported."""
+        """Write the summaries, without importing the commands."""
         with formatter.section("Commands"):
             formatter.write_dl(list(self.summaries.items()))
 
 
+# The name in the completion scripts that click generates for the program `reshard`.
 COMPLETE_VARIABLE = "_RESHARD_COMPLETE"
 
 _SUMMARIES = {

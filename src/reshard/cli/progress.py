@@ -1,7 +1,7 @@
 """Progress of long work.
 
-On a terminal with a bar; elsewhere with plain lines a few seconds apart, as a log wants them.
-Both on stderr, so that stdout has the result and nothing else.
+A terminal shows a bar; a log gets plain lines a few seconds apart. Both are on stderr, so that
+stdout has only the result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.text import bytes_text, duration_text, rate_text
 LINES_EVERY_S = 5.0
 # After a second of work, more than 100 seconds cannot be estimated: the first
 # bytes are read while files are opened and buffers filled.
-LONGEST_FORESIGHT = 100
+MAX_FORESIGHT = 100
 
 
 def every_few_seconds(
@@ -74,7 +74,7 @@ def left_text(left_s: float | None, elapsed_s: float) -> str:
     >>> left_text(43.2, 6.0), left_text(900_000.0, 6.0), left_text(900_000.0, 9_000.0)
     ('43.2 s left', '', '10 d 10 h left')
     """
-    if left_s is None or left_s > LONGEST_FORESIGHT * elapsed_s:
+    if left_s is None or left_s > MAX_FORESIGHT * elapsed_s:
         return ""
     return f"{duration_text(left_s)} left"
 

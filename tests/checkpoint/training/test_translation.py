@@ -73,7 +73,7 @@ def test_masters_become_the_weights_if_there_are_no_others(tmp_path: Path) -> No
     master = source["optimizer.state.up.weight.master"]
     assert tensors["model.up.weight"].binding == master.binding
     assert tensors["model.buffer"].dtype.name == "bfloat16"
-    assert any("32-bit weights of 1 parameter" in note for note in found.notes)
+    assert any("32-bit weights of 1 parameter" in note for note in found.checkpoint.notes)
 
 
 def test_missing_masters_are_made_from_the_weights(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_missing_masters_are_made_from_the_weights(tmp_path: Path) -> None:
     narrow = to("reshard", opened(tmp_path / "narrow", mixed("bfloat16", masters=False)))
     assert narrow.checkpoint["up.weight"].dtype.name == "bfloat16"
     assert narrow.computed[name].dtype.name == "float32"
-    assert any("made of narrower ones" in note for note in narrow.notes)
+    assert any("made of narrower ones" in note for note in narrow.checkpoint.notes)
     # A buffer is not trained.
     assert "optimizer.state.buffer.master" not in narrow.checkpoint.tensors
 
@@ -100,18 +100,18 @@ def test_steps_of_groups_become_tensors(tmp_path: Path) -> None:
     assert found.checkpoint["optim.state.up.weight.step"].dtype.name == "float32"
     made = to("optax", source)
     assert made.checkpoint["optimizer.state.up.weight.step"].dtype.name == "int32"
-    assert any("optax has no groups" in note and "lr" in note for note in made.notes)
+    assert any("optax has no groups" in note and "lr" in note for note in made.checkpoint.notes)
 
 
 def test_missing_state_is_reported(tmp_path: Path) -> None:
     found = to("fsdp2", opened(tmp_path / "a", mixed("float32", masters=True, steps=False)))
-    assert any("no number of steps for 1 parameter" in note for note in found.notes)
-    assert any("no groups of hyper-parameters" in note for note in found.notes)
+    assert any("no number of steps for 1 parameter" in note for note in found.checkpoint.notes)
+    assert any("no groups of hyper-parameters" in note for note in found.checkpoint.notes)
     # RMSProp, Adagrad and Adadelta of Optax count no steps; PyTorch's ask for a number.
     for keys, is_said in ((["sum"], True), (["square_avg"], True), (["momentum_buffer"], False)):
         names = ["up.weight", *(f"optimizer.state.up.weight.{key}" for key in keys)]
         source = opened(tmp_path / keys[0], dict.fromkeys(names, ("float32", (4, 2))))
-        notes = to("fsdp2", source).notes
+        notes = to("fsdp2", source).checkpoint.notes
         assert any("no number of steps for 1 parameter" in note for note in notes) == is_said
     plain = opened(tmp_path / "b", {"up.weight": ("float32", (4, 2))})
     with pytest.raises(UsageError, match="no optimizer state"):
@@ -176,7 +176,7 @@ def test_objects_in_items_are_not_read(tmp_path: Path) -> None:
     dcp.save({**model, "path": Path("x")}, checkpoint_id=tmp_path / "a", no_dist=True)
     found = to("reshard", checkpoint.open(tmp_path / "a"), has_items=False)
     assert not found.checkpoint.values
-    assert any("not in the target: path" in note for note in found.notes)
+    assert any("not in the target: path" in note for note in found.checkpoint.notes)
 
 
 def test_casts_are_of_weights_alone(tmp_path: Path) -> None:
@@ -269,8 +269,8 @@ def test_a_parameter_without_a_group_gets_a_group(tmp_path: Path, style: str) ->
     groups[0]["wd_mult"] = 1.0
     source = opened(tmp_path / "a", two_parameters(), values={"optimizer.param_groups": groups})
     found = to(style, source)
-    assert any("(first: down) are in no group" in note for note in found.notes)
-    assert not any("PyTorch's defaults" in note for note in found.notes)
+    assert any("(first: down) are in no group" in note for note in found.checkpoint.notes)
+    assert not any("PyTorch's defaults" in note for note in found.checkpoint.notes)
     values = found.checkpoint.values
     if style == "fsdp2":
         assert values["optim.param_groups.1.params"] == ["down"]
@@ -288,7 +288,7 @@ def test_a_parameter_without_a_group_gets_a_group(tmp_path: Path, style: str) ->
 def test_hyper_parameters_that_are_made_up_are_noted(tmp_path: Path, style: str) -> None:
     groups = [{"params": ["up", "down"], "lr": 0.5}]
     source = opened(tmp_path / "a", two_parameters(), values={"optimizer.param_groups": groups})
-    (note,) = [note for note in to(style, source).notes if "PyTorch's defaults" in note]
+    (note,) = [note for note in to(style, source).checkpoint.notes if "PyTorch's defaults" in note]
     assert "no betas, eps, weight_decay:" in note
     assert "eps 1e-08" in note
 
@@ -299,14 +299,16 @@ def test_megatron_gets_missing_groups(tmp_path: Path) -> None:
     (group,) = found.checkpoint.values["optimizer.param_groups"]
     assert group["params"] == ["up", "down"] or group["params"] == ["down", "up"]
     assert group["step"] == 7
-    assert any("no groups of hyper-parameters" in note for note in found.notes)
+    assert any("no groups of hyper-parameters" in note for note in found.checkpoint.notes)
 
 
 @pytest.mark.parametrize("style", ["fsdp2", "torch", "megatron", "reshard", "optax"])
 def test_a_parameter_of_a_group_without_state_is_noted(tmp_path: Path, style: str) -> None:
     groups = [{**GROUPS[0], "params": ["up", "down", "frozen"]}]
     source = opened(tmp_path / "a", two_parameters(), values={"optimizer.param_groups": groups})
-    assert any("(first: frozen) are in a group" in note for note in to(style, source).notes)
+    assert any(
+        "(first: frozen) are in a group" in note for note in to(style, source).checkpoint.notes
+    )
 
 
 def test_unknown_numbers_stay(tmp_path: Path) -> None:

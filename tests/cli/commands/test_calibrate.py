@@ -41,7 +41,7 @@ def test_it_is_started_by_torchrun(missing: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("WORLD_SIZE", "1", "a rank alone sends nothing"),
+        ("WORLD_SIZE", "1", "a single rank sends nothing"),
         ("RANK", "first", "RANK='first'; torchrun sets it to a number"),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_start_that_fails_is_told_in_a_line(
     ("options", "message"),
     [
         (("--seconds", "0"), "0.0 is not in the range x>0"),
-        (("--largest", "much"), "'much' is no size"),
+        (("--largest", "much"), "'much' is not a size"),
         (("--backend", "mpi"), "'mpi' is not one of 'gloo', 'nccl'"),
     ],
 )
@@ -110,7 +110,7 @@ def test_options_that_cannot_be(options: tuple[str, ...], message: str) -> None:
     [
         ("machine", False, "write machine.toml"),
         ("", False, "write machine.toml"),
-        ("nowhere/machine.toml", False, "nowhere is no folder"),
+        ("nowhere/machine.toml", False, "nowhere is not a folder"),
         ("there.toml", False, "there.toml exists; give --overwrite"),
         ("folder.toml", True, "folder.toml is a folder"),
         (None, True, "give --output FILE too"),

@@ -162,7 +162,7 @@ def test_options_reach_conversions() -> None:
         (("check", "tiny", *MESH, "--option", "vocabulary=x"), "the cut 'x' is not a cut rule"),
         (("check", "tiny", *MESH, "--option", "ep=dp"), "axis 'ep' cannot be mapped to 'dp': unkn"),
         (("check", "tiny", *MESH, "--option", "layer=sizes[3]"), "1 sizes for 2 parts"),
-        (("check", "tiny", *MESH, "--rule", "x=-", "--option", "tp="), "--option is of a recipe"),
+        (("check", "tiny", *MESH, "--rule", "x=-", "--option", "tp="), "--option without a recipe"),
     ],
 )
 def test_mistakes_are_answered(arguments: tuple[str, ...], message: str) -> None:
@@ -259,7 +259,7 @@ def test_what_ranks_cannot_compute_with_is_reported() -> None:
     assert run("check", "phi", "--to", "tp=4", "--allow", "unknown").code == 1
     assert run("check", "phi", "--to", "tp=5").code == 0
     planned = run_here(*("plan", "phi", "--to", "tp=4", *PARTIAL, "--allow", "uncomputable"))
-    assert "note: not to be computed with: rank 1 would hold" in planned.output
+    assert "note: not computable: rank 1 would hold" in planned.output
 
 
 @pytest.mark.usefixtures("phi")

@@ -618,6 +618,7 @@ def _find_orientation(
 def _find_scale(config: Mapping[str, Any], module: str, rank: int, folder: Path) -> float:
     """Return the scale of the change of a module."""
     numbers = []
+    # 8 is the default of both in PEFT, whose saves may leave defaults out.
     for what, default in (("r", 8), ("lora_alpha", 8)):
         patterns = config.get("rank_pattern" if what == "r" else "alpha_pattern") or {}
         key = _find_pattern(patterns, module) if isinstance(patterns, Mapping) else None

@@ -53,7 +53,9 @@ from reshard.text import count_text
 # BERT and others. Routers, norms and embeddings are not among them.
 _MATRIX = re.compile(r".*\.(\w*_proj\w*|w[123]|fc[12]?|c_fc|dense\w*|linear\w*|query\w*)\.weight")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+# Codes are stored as 8-bit integers, or packed into int32, as by GPTQ and AWQ.
 _CODE_TYPES = frozenset({"int8", "uint8", "int32"})
+# The name in DeepSeek-V3, and of float8 weights in transformers.
 _SCALE_SUFFIX = "_scale_inv"
 # In addition to config.json, in checkpoints of ModelOpt.
 _MODELOPT_CONFIG = "hf_quant_config.json"
@@ -65,16 +67,12 @@ class ChangedElements(Record):
     Attributes:
         checkpoint: the checkpoint with the new tensors; computed tensors have no stored bytes.
         computed: the computed tensors, by name.
-        config: the new config.json, or None.
         rewritten: other files with new content.
-        notes: notes for the user.
     """
 
     checkpoint: Checkpoint
     computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
-    config: Mapping[str, Any] | None = None
     rewritten: Mapping[str, bytes] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
 
 def change_elements(
@@ -107,7 +105,7 @@ def change_elements(
         RecipeError: an unknown method of quantisation; quantised weights without scales.
     """
     if dtype_name is None and not dequantize and quantize is None:
-        return ChangedElements(checkpoint, made or {}, config)
+        return ChangedElements(checkpoint, made or {})
     change = _Change(checkpoint, config, dtype_name, kept, made or {})
     change.check_scales(allow)
     return change.make(dequantize, quantize)
@@ -402,7 +400,7 @@ class _Change:
             paths={name: path for name, path in old.paths.items() if name in tensors},
             notes=(*old.notes, *self.notes),
         )
-        return ChangedElements(changed, computed, config, rewritten, tuple(self.notes))
+        return ChangedElements(changed, computed, rewritten)
 
 
 def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

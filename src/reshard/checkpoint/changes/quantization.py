@@ -269,6 +269,7 @@ def _list_parts(box: Box, step: tuple[int, ...]) -> Iterator[Box]:
         yield Box(tuple(a for a, _ in product), tuple(b for _, b in product))
 
 
+# The size of the blocks in DeepSeek-V3's float8 weights.
 BLOCK = 128
 # The columns of a row of blocks that are read at once, and those held in float32 at once (1 MiB).
 _READ_COLUMNS = 16384
@@ -361,6 +362,8 @@ def read_flat_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """
     result: dict[str, tuple[int, ...]] = {}
     states = [checkpoint[name] for name in checkpoint.tensors if _MARK in name]
+    if not states:
+        return result
     files = open_sources(checkpoint)
     try:
         for tensor in states:

@@ -34,7 +34,8 @@ from reshard.checkpoint.storage.local_files import SourceFile, TargetFile
 from reshard.checkpoint.storage.range_checksums import RangeChecksums, crc32
 from reshard.errors import DigestError, RunError
 
-_PIECE_BYTES = 1024 * 1024
+# The digest of an item is computed from the digests of pieces of this size, so it cannot change.
+PIECE_BYTES = 1024 * 1024
 
 _Seen = dict[str, list[tuple[int, int]]]
 ChecksumState = tuple[_Seen, _Seen]
@@ -205,8 +206,8 @@ def damaged_ranges(
 
 def item_pieces(item: StoredItem, files: OpenFiles[SourceFile]) -> Iterator[memoryview]:
     """Yield an item's bytes in pieces of 1 MiB; its digest is computed from the pieces' digests."""
-    for offset in range(0, item.size_bytes, _PIECE_BYTES):
-        piece = memoryview(bytearray(min(_PIECE_BYTES, item.size_bytes - offset)))
+    for offset in range(0, item.size_bytes, PIECE_BYTES):
+        piece = memoryview(bytearray(min(PIECE_BYTES, item.size_bytes - offset)))
         files[item.place.path].read_into(piece, item.place.start_bytes + offset)
         yield piece
 
@@ -228,8 +229,8 @@ def _read_pieces(
     file: SourceFile, start_bytes: int, size_bytes: int
 ) -> Iterator[tuple[int, memoryview]]:
     """Yield a range of a file in pieces: offset and bytes, valid until the next piece."""
-    piece = memoryview(bytearray(min(size_bytes, _PIECE_BYTES)))
-    for offset in range(0, size_bytes, _PIECE_BYTES):
-        part = piece[: min(_PIECE_BYTES, size_bytes - offset)]
+    piece = memoryview(bytearray(min(size_bytes, PIECE_BYTES)))
+    for offset in range(0, size_bytes, PIECE_BYTES):
+        part = piece[: min(PIECE_BYTES, size_bytes - offset)]
         file.read_into(part, start_bytes + offset)
         yield start_bytes + offset, part

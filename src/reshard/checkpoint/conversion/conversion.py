@@ -162,7 +162,7 @@ class Conversion(Record):
             )
         elif values:
             losses.append(
-                f"not in the target, since {target.name} holds no values beside tensors: "
+                f"not in the target, since {target.name} holds only tensors: "
                 f"{', '.join(values)}; {_name_formats(Capability.VALUES)}"
             )
         own = source.own_metadata if source is not None else frozenset()
@@ -187,18 +187,18 @@ class Conversion(Record):
             files = ", ".join(f"{name} ({why})" for name, why in left_out[:_MAX_FILES])
             more = len(left_out) - _MAX_FILES
             rest = f", and {more} more, which `reshard inspect` lists" if more > 0 else ""
-            notes.append(f"not copied, of the files beside the tensors: {files}{rest}")
+            notes.append(f"other files that are not copied: {files}{rest}")
         beside = dict.fromkeys((*self.source.carried, *self.rewritten))
         if self.single_file is not None and beside:
             names = ", ".join([*beside][:_MAX_FILES])
             notes.append(
-                f"a single file has nothing beside it, so these are not written: {names}; a folder "
-                "as the target gets them"
+                "the target is a single file, so the other files are not written; a folder as the "
+                f"target gets them: {names}"
             )
         notes += (*self.source.notes, *self.write_plan.notes)
         if self.assignment is not None:
             notes += self.assignment.notes
-            notes += (f"not to be computed with: {text}" for text in self.uncomputable)
+            notes += (f"not computable: {text}" for text in self.uncomputable)
         return tuple(notes)
 
     @property
@@ -360,11 +360,14 @@ class Conversion(Record):
 
     def description(self, sources: OpenFiles[SourceFile]) -> dict[str, Any]:
         """Describe this conversion for a journal: equal descriptions mean equal results."""
+        # A begun run continues only with an equal description. Journals on disk have these keys and
+        # values: after a change of any of them, no begun run would continue.
         write_plan = hashlib.blake2b(digest_size=16)
         for file in self.write_plan.files:
             write_plan.update(file.stored.name.encode() + b"\0")
             for _, content in file.known_bytes():
                 write_plan.update(content)
+        # A fingerprint per kind, since there may be very many tensors.
         target = self.work_items.target
         prints = [kind.layout.fingerprint for kind in target.kinds]
         for name, kind in zip(target.names, target.kind.tolist(), strict=True):
@@ -379,6 +382,7 @@ class Conversion(Record):
             **({"source cut": self.source.said_cut} if self.source.said_cut else {}),
             "format": self.write_plan.format,
             "target files": write_plan.hexdigest(),
+            # The journal lists blocks by their numbers, which depend on their size.
             "block bytes": blocks.BLOCK_BYTES,
         }
 

@@ -55,6 +55,7 @@ _HEADER_KIND, _BLOCKS_KIND, _COMMIT_KIND = 1, 2, 3
 _BLOCK = np.dtype([("tensor", "<u4"), ("block", "<u4"), ("digest", f"V{DIGEST_BYTES}")])
 _START_OVER = "expected a journal of this conversion: --restart starts over"
 _SHOWN_DIFFERENCES = 12
+# Frames of at most 24 MiB: the length of a frame is stored in 32 bits.
 _RECORDS_A_FRAME = 1 << 20
 
 

@@ -46,7 +46,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.engine_states import as_model, find_layout, shard_by_engine
 from reshard.checkpoint.copy_checks import expect_equal_copies
-from reshard.checkpoint.formats.format import Capability
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
 from reshard.checkpoint.formats.safetensors.huggingface import HuggingFaceFormat
@@ -504,12 +504,7 @@ def _keep_target(request: ConversionRequest, checkpoint: Checkpoint) -> Conversi
             new names, or with elements of other shapes.
     """
     name = request.format or checkpoint.format
-    format = find_format(name)
-    if format is None or name not in written_names():
-        raise UsageError(
-            f"{checkpoint.folder} is of the format {name}, which is not written; give the target's "
-            f"layout and format: to='full' or a mesh, and a format of {', '.join(written_names())}"
-        )
+    format = expect_written(checkpoint, name)
     holds_shards = Capability.SHARDS in format.capabilities
     is_whole = checkpoint.ranks == 1 and (checkpoint.mesh is None or not holds_shards)
     if is_whole and Capability.WHOLE in format.capabilities:
@@ -548,6 +543,21 @@ def _find_kept_files(request: ConversionRequest, checkpoint: Checkpoint) -> Mapp
     return {
         name: files[kind] for name, kind in zip(columns.names, columns.kind.tolist(), strict=True)
     }
+
+
+def expect_written(checkpoint: Checkpoint, name: str) -> CheckpointFormat:
+    """Return the format of a target that keeps the source's.
+
+    Raises:
+        UsageError: a format that is not written.
+    """
+    format = find_format(name)
+    if format is None or name not in written_names():
+        raise UsageError(
+            f"{checkpoint.folder} is of the format {name}, which is not written; give the target's "
+            f"layout and format: to='full' or a mesh, and a format of {', '.join(written_names())}"
+        )
+    return format
 
 
 def choose_recipe_by_default(

@@ -285,6 +285,7 @@ class _ConversionRun:
         results = run_in_threads(self.batches(), self.work, memory, self.threads)
         try:
             for done in results:
+                # A process whose partner has failed would otherwise work until the end for nothing.
                 self.processes.check()
                 batch = done[0]
                 waiting.append(done)
@@ -301,6 +302,7 @@ class _ConversionRun:
                     these, waiting, waiting_bytes = waiting, [], 0
                     self._record(these)
         except BaseException:
+            # The threads end first: they write to the files that are synced below.
             results.close()
             # Record finished blocks, if the disk still accepts writes.
             with contextlib.suppress(RunError):
@@ -344,9 +346,10 @@ class _ConversionRun:
         self.by_process = tuple((read, written) for read, written, *_ in done)
         self.buffers_by_process = tuple(buffers for _, _, buffers, *_ in done)
         self.counts = sum((counts for _, _, _, counts, *_ in done), CastCounts())
-        if self.staging.is_owner:
+        if self.staging.is_owner and self.here.size > 1:
             for record in self.staging.other_records():
                 self._note_journal(record.finished)
+        if self.staging.is_owner:
             for rank, (*_, state) in enumerate(done):
                 if rank != self.processes.rank:
                     self.checksums.merge(state)

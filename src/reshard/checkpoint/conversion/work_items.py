@@ -175,6 +175,7 @@ class WorkItems(Record, eq=False):
         if np.count_nonzero(self.is_small) < 2:
             return 0
         sizes = self._room[self.is_small]
+        # With the sixteenth that `batches` leaves for ranges that are extended to whole pages.
         return min(int(sizes.sum()) * 17 // 16, blocks.BLOCK_BYTES)
 
     def places(self, numbers: IntArray) -> tuple[IntArray, IntArray]:

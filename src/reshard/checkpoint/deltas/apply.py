@@ -31,8 +31,10 @@ from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_diges
 from reshard.checkpoint.changes.computed_tensors import ReadBox
 from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredItem, StoredTensor
+from reshard.checkpoint.conversion.checksums import PIECE_BYTES
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
 from reshard.checkpoint.conversion.plan import (
+    expect_written,
     open_apart,
     plan_conversion,
     plan_files,
@@ -46,8 +48,7 @@ from reshard.checkpoint.deltas.delta_file import (
     read_delta,
 )
 from reshard.checkpoint.deltas.encoding import decode_block, word_bytes
-from reshard.checkpoint.formats.format import Capability, CheckpointFormat
-from reshard.checkpoint.formats.registry import find_format, written_names
+from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.write_plan import (
     PlannedTensor,
     WritePlan,
@@ -341,7 +342,7 @@ def _read_rewritten(name: str, delta: Delta, entry: AuxiliaryBytes) -> bytes:
     with translate_os_errors("read the delta", delta.path), delta.path.open("rb") as file:
         file.seek(HEADER_BYTES + (entry.start_bytes or 0))
         content = read_up_to(file, entry.size_bytes)
-    pieces = (content[at : at + (1 << 20)] for at in range(0, len(content), 1 << 20))
+    pieces = (content[at : at + PIECE_BYTES] for at in range(0, len(content), PIECE_BYTES))
     if tensor_digest(block_digest(piece) for piece in pieces).tensor != entry.digest:
         raise DigestError(
             f"{name!r} in {delta.path} differs from its digest; the delta is damaged, fetch it "
@@ -493,7 +494,7 @@ def _keep_cut(
     request: ConversionRequest,
 ) -> Conversion:
     """Return the conversion with the base's sharding and format, and by default its replicas."""
-    format = _expect_written(base)
+    format = expect_written(base, base.format)
     is_whole = Capability.SHARDS not in format.capabilities
     checkpoint = patched.checkpoint
     placed = format.assign_layouts(checkpoint, base.mesh, base.ranks) or {}
@@ -511,14 +512,3 @@ def _keep_cut(
     write_plan, single_file = plan_files(request, target, checkpoint, tensors, base.mesh)
     resolved = {"to": request.to_text, "cut": "as the base", "recipe": None}
     return Conversion(checkpoint, target, write_plan, request, resolved, single_file=single_file)
-
-
-def _expect_written(base: Checkpoint) -> CheckpointFormat:
-    """Return the format of the base. Raises UsageError if it cannot be written."""
-    format = find_format(base.format)
-    if format is None or format.name not in written_names():
-        raise UsageError(
-            f"{base.folder} is of format {base.format}, which cannot be written; give `to` and "
-            f"`format`: {', '.join(written_names())}"
-        )
-    return format

@@ -37,7 +37,7 @@ from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest, tensor_di
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed_tensors import SCRATCH_BYTES
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.checksums import item_digest, item_pieces
+from reshard.checkpoint.conversion.checksums import PIECE_BYTES, item_digest, item_pieces
 from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, WorkItems
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.deltas.delta_file import RECORD, DeltaWriter, encode_value
@@ -61,8 +61,6 @@ from reshard.runs import IntArray
 
 if TYPE_CHECKING:
     from reshard.checkpoint.keywords import DiffArguments
-
-_PIECE_BYTES = 1 << 20
 
 
 class DeltaReport(Record):
@@ -503,7 +501,7 @@ def _digest_file(path: Path) -> tuple[bytes, int]:
     """Return the digest of a file's content, and its size."""
     digests, size = [], 0
     with translate_os_errors("read another file", path), path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
+        while piece := file.read(PIECE_BYTES):
             digests.append(block_digest(piece))
             size += len(piece)
     return tensor_digest(digests).tensor, size

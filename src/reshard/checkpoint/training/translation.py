@@ -150,7 +150,7 @@ class _Translation:
             checksums=tuple(checksums),
             notes=(*self.old.notes, *self.notes),
         )
-        return ChangedElements(changed, self.computed, notes=tuple(self.notes))
+        return ChangedElements(changed, self.computed)
 
     def _read_values(self, has_items: bool, keeps_items: bool) -> list[str]:
         """Read the plain values, and return the names of the items that are copied unchanged."""

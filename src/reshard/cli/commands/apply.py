@@ -72,9 +72,9 @@ def apply(
     if dry_run:
         describe_run(base, conversion, options, as_json, quiet)
         return DONE
-    beside = {"deltas": list(deltas)}
+    more = {"deltas": list(deltas)}
     places = base, target
     run_and_report(
-        "applying", places, conversion, options, as_json, quiet, beside, wait_s=wait_for_ranks
+        "applying", places, conversion, options, as_json, quiet, more, wait_s=wait_for_ranks
     )
     return DONE

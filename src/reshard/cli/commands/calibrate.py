@@ -34,7 +34,7 @@ _WORST_SHOWN = 3
     help="Write the preset to FILE.toml; without it, to stdout.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
-@click.option("--name", default="calibrated", show_default=True, help="Of the preset.")
+@click.option("--name", default="calibrated", show_default=True, help="The name of the preset.")
 @click.option(
     "--seconds",
     "seconds_s",
@@ -42,7 +42,7 @@ _WORST_SHOWN = 3
     default=60.0,
     show_default=True,
     metavar="S",
-    help="About how long to measure.",
+    help="The approximate duration of the measurements.",
 )
 @click.option(
     "--largest",
@@ -51,12 +51,12 @@ _WORST_SHOWN = 3
     default="64MiB",
     show_default=True,
     metavar="SIZE",
-    help="The most that a rank has of any tensor; about three times that is used.",
+    help="The largest part of a tensor on a rank; about three times as much memory is used.",
 )
 @click.option(
     "--backend",
     type=click.Choice(["gloo", "nccl"]),
-    help="What carries the messages. [default: nccl where every rank has a GPU, else gloo]",
+    help="The backend of the messages. [default: nccl if every rank has a GPU, else gloo]",
 )
 @json_option
 @quiet_option
@@ -125,14 +125,14 @@ def _check_launched() -> None:
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
         raise UsageError(
-            f"{missing[0]} is not set: calibrate measures between ranks, and this process is none. "
-            "Start it with torchrun --nproc-per-node N -m reshard calibrate ..."
+            f"{missing[0]} is not set: calibrate measures between ranks, and this process is not a "
+            "rank. Start it with torchrun --nproc-per-node N -m reshard calibrate ..."
         )
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if not os.environ[name].isdecimal():
             raise UsageError(f"{name}={os.environ[name]!r}; torchrun sets it to a number")
     if int(os.environ["WORLD_SIZE"]) < 2:
-        raise UsageError("WORLD_SIZE=1: a rank alone sends nothing; start 2 ranks or more")
+        raise UsageError("WORLD_SIZE=1: a single rank sends nothing; start 2 ranks or more")
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def _process_group(backend: str | None) -> Iterator[None]:
         if place >= devices:
             raise UsageError(
                 f"--backend nccl and {devices} GPUs for rank {place} of this host; start at most "
-                "one rank a GPU, or take --backend gloo"
+                "a rank per GPU, or use --backend gloo"
             )
         torch.cuda.set_device(place)
     else:
@@ -179,9 +179,9 @@ def _process_group(backend: str | None) -> Iterator[None]:
 
 
 def _all_can_go_on(action: Callable[[], None], is_first: bool) -> bool:
-    """Let the first rank do something; on every rank, whether that succeeded.
+    """Run an action on the first rank, and return on every rank whether it succeeded.
 
-    Raises what the first rank's action raises, there.
+    On the first rank, raises the error of the action.
     """
     import torch
     import torch.distributed as dist
@@ -203,13 +203,10 @@ def _all_can_go_on(action: Callable[[], None], is_first: bool) -> bool:
 
 
 def _check_output(output_path: str | None, overwrite: bool) -> None:
-    """Refuse an output that cannot be written, before anything is measured.
-
-    Raises UsageError.
-    """
+    """Raise UsageError for an output that cannot be written, before anything is measured."""
     if output_path is None:
         if overwrite:
-            raise UsageError("--overwrite is about the file; give --output FILE too")
+            raise UsageError("--overwrite needs a file; give --output FILE too")
         return
     path = Path(output_path)
     if not output_path.endswith(".toml"):
@@ -219,7 +216,7 @@ def _check_output(output_path: str | None, overwrite: bool) -> None:
         )
     output.check_place(path, overwrite, "preset", "machine.toml")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{path.parent} cannot be written to; write elsewhere")
+        raise UsageError(f"{path.parent} is not writable; write elsewhere")
 
 
 def _comment(found: Calibration) -> str:
@@ -250,7 +247,7 @@ def _as_text(found: Calibration, output_path: str | None) -> list[str]:
     lines.append(f"{'a call':18}  {'':10}  {duration_text(overhead.call_s)}")
     worst = sorted(
         zip(found.measurements, found.fitted.ratios, strict=True),
-        # Twice too much is as wrong as half of it.
+        # An estimate of twice the time is as wrong as an estimate of half the time.
         key=lambda pair: max(pair[1], 1 / pair[1]) if pair[1] else float("inf"),
         reverse=True,
     )[:_WORST_SHOWN]

@@ -50,7 +50,7 @@ def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
     folder = as_path(url)
     if not isinstance(folder, RemotePath):
         raise UsageError(
-            f"{url} is a path of this machine; a conversion that did not end left a hidden "
+            f"{url} is a path of this machine; an interrupted conversion left a hidden "
             "folder next to its target, which the same command with --restart discards"
         )
     found = find_orphaned_uploads(folder)
@@ -82,7 +82,7 @@ def _as_text(
             bytes_text(item.size_bytes),
             count_text(len(item.uploads)),
             duration_text(_age_s(item)),
-            "half in its place" if item.is_half_visible else "",
+            "partly visible" if item.is_half_visible else "",
             printable(", ".join(map(str, staged[item.target]))),
         )
         for item in found
@@ -94,12 +94,12 @@ def _as_text(
     is_half = any(item.is_half_visible for item in found)
     if is_half:
         lines.append(
-            "what is half in its place is kept: the same command brings it to its end, or delete "
-            "the folder with the store's own tools"
+            "partly visible targets are kept: run the same command again to complete them, or "
+            "delete the folder with the store's own tools"
         )
     if not all(item.is_half_visible for item in found):
         lines.append(
-            "removed" if is_removed else "nothing was removed; with --yes what is listed is"
+            "removed" if is_removed else "nothing was removed; --yes removes what is listed"
         )
     return lines
 

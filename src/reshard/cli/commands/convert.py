@@ -82,9 +82,9 @@ def convert(
 
     \b
     A rule is a glob on tensor names and a spec with one item per dimension:
-      'tp, -'       cut the first dimension over the mesh axis tp, not the second
-      '-, dp tp'    cut the second dimension over dp and tp together
-      'tp, ...'     cut the first, for any number of dimensions
+      'tp, -'       shard the first dimension over the mesh axis tp, not the second
+      '-, dp tp'    shard the second dimension over dp and tp together
+      'tp, ...'     shard the first, for any number of dimensions
 
     With --dry-run, --json has `dry_run`, and tensors and files as in `reshard plan --json`.
 
@@ -123,7 +123,7 @@ def expect_wait_read(wait_for_ranks: float | None, dry_run: bool) -> None:
 def describe_run(
     source: str, conversion: Conversion, options: RunOptions, as_json: bool, quiet: bool
 ) -> None:
-    """Say what a run would write, and write nothing; refused for what the run would be."""
+    """Describe what a run would write, without writing; raises the errors that it would raise."""
     from reshard.checkpoint.conversion.run import find_begun_run
 
     conversion.expect_runnable(options.extra_bytes, options.threads)
@@ -141,13 +141,13 @@ def run_and_report(
     options: RunOptions,
     as_json: bool,
     quiet: bool,
-    beside: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
     *,
     wait_s: float | None,
 ) -> None:
     """Run a conversion, and report the outcome.
 
-    `places` are the source and the target as the user named them, `beside` more keys of --json;
+    `places` are the source and the target as the user named them, `more` further keys of --json;
     `wait_s` is how long to wait for other processes.
 
     Raises:
@@ -172,7 +172,7 @@ def run_and_report(
     if processes.rank > 0:
         return
     if as_json:
-        output.write_json({**_report_json(*places, conversion, report), **(beside or {})})
+        output.write_json({**_report_json(*places, conversion, report), **(more or {})})
     elif not quiet:
         output.write("\n".join(_report_lines(*places, conversion, report)))
 
@@ -208,7 +208,7 @@ def _report_lines(
 
 
 def _run_notes(conversion: Conversion, report: ConversionReport) -> list[str]:
-    """Return the notes that only a run can give, such as of elements that overflowed."""
+    """Return the notes that only a run can give, such as on elements that overflowed."""
     return [note for note in report.notes if note not in conversion.notes]
 
 
@@ -242,8 +242,8 @@ def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> lis
         "",
     ]
     if write_plan.values or write_plan.items:
-        beside = [*write_plan.items, *write_plan.values]
-        lines += output.listing("and beside the tensors", beside)
+        others = [*write_plan.items, *write_plan.values]
+        lines += output.listing("and values other than tensors", others)
     if begun is not None:
         lines.append(f"an earlier run left work in {printable(str(begun))}")
     return lines + matching_lines(conversion)
@@ -284,7 +284,7 @@ def _by_process(report: ConversionReport) -> list[tuple[int, int, int]]:
 
 
 def _bytes_per_s(report: ConversionReport) -> float | None:
-    """Return the bytes of tensors this run converted, a second; None if it had nothing to do."""
+    """Return the bytes of tensors that this run converted per second; None if it had no work."""
     # An earlier run's bytes took none of this run's seconds.
     converted = report.size_bytes - report.resumed_bytes
     return converted / report.seconds_s if converted > 0 and report.seconds_s > 0 else None

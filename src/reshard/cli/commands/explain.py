@@ -45,15 +45,15 @@ from reshard.show.text_picture import MIN_WIDTH, change_picture
 from reshard.text import bytes_text, count_text, duration_text, printable, ranks_text, shortened
 from reshard.topology import Topology
 
-MOST_DRAWN_ELEMENTS = 4096
+MAX_DRAWN_ELEMENTS = 4096
 # Up to this many ranks, each has a box of its own, even if the picture is longer than a screen.
-FEW_RANKS = 64
+MAX_BOXED_RANKS = 64
 # Maximum width of a step and of a sharding in the table of a program.
-MOST_STEP_COLUMNS = 36
+MAX_STEP_COLUMNS = 36
 
 
 class _Explain(click.Command):
-    """A command whose arguments may begin with `-`, a dimension that is not cut."""
+    """A command whose arguments may begin with `-`, a dimension that is not sharded."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # No option has a space or a comma after its dash; a space before it makes it a text.
@@ -191,7 +191,7 @@ def explain(
 def _mesh(text: str | None, ranks: str | None) -> DeviceMesh | None:
     if text is None:
         if ranks is not None:
-            raise UsageError(f"ranks {ranks} of no mesh; give one: --mesh dp=2,tp=4")
+            raise UsageError(f"ranks {ranks} without a mesh; give the mesh: --mesh dp=2,tp=4")
         return None
     mesh = DeviceMesh.parse(text)
     if ranks is None:
@@ -203,7 +203,7 @@ _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
 
 def ranks_of(text: str) -> list[int]:
-    """Return the ranks that a list of numbers and ranges writes, in its order.
+    """Parse a list of ranks, numbers and ranges, in its order.
 
     Raises:
         UsageError: anything else.
@@ -228,7 +228,7 @@ _SHAPE = re.compile(r"\d{1,18}(?:\s*[x×,]\s*\d{1,18})*", re.ASCII)
 
 
 def shape_of(text: str) -> tuple[int, ...]:
-    """Return the shape that `6x6` writes; `scalar` has no dimensions.
+    """Parse the text of a shape, such as `6x6`; `scalar` has no dimensions.
 
     Raises:
         UsageError: anything else.
@@ -240,7 +240,7 @@ def shape_of(text: str) -> tuple[int, ...]:
     if words.casefold() == "scalar":
         return ()
     if not _SHAPE.fullmatch(words):
-        raise UsageError(f"{text!r} is no shape; write sizes such as 4096x1024, 7, or scalar")
+        raise UsageError(f"{text!r} is not a shape; write sizes such as 4096x1024, 7, or scalar")
     return tuple(int(size) for size in re.findall(r"\d+", words))
 
 
@@ -264,7 +264,7 @@ class Side(Record):
         if sharding.shape != shape:
             raise UsageError(
                 f"`{self.text}` is of a tensor of shape {list(sharding.shape)}, not of "
-                f"{list(shape)}; both sides and --shape must be of one tensor"
+                f"{list(shape)}; both sides and --shape must be of the same tensor"
             )
         return sharding
 
@@ -299,7 +299,7 @@ def explanation_of(
     """
     if machine is not None and dtype is None:
         raise UsageError(
-            f"times on {machine.name} of elements of no size; give one, such as --dtype bfloat16"
+            f"times on {machine.name} depend on the size of elements; give --dtype, as bfloat16"
         )
     if shape is None:
         # Ragged and partitioned notations have layouts, which include the shape.
@@ -307,7 +307,7 @@ def explanation_of(
         shapes = [sharding.shape for sharding in found if isinstance(sharding, Layout)]
         if not shapes:
             raise UsageError(
-                "no shape; a sharding fits tensors of many sizes, give one: --shape 4096x1024"
+                "a sharding does not determine the shape of the tensor; give it: --shape 4096x1024"
             )
         shape = shapes[0]
     direct = plan(before.layout(shape), after.layout(shape), dtype)
@@ -330,8 +330,9 @@ class Explanation(Record):
 
     @cached_property
     def moving(self) -> Transfers:
-        """The boxes that pass between ranks, by receiver and place in the tensor."""
-        # `lexsort` takes its last key first: receiver, place in row-major order, order in the plan.
+        """The boxes that pass between ranks, by receiver and position in the tensor."""
+        # `lexsort` sorts by its last key first: the receiver, then the position in row-major
+        # order, then the order in the plan.
         moving = self.plan.transfers.moving
         place = moving.start.T[::-1]
         return moving.take(np.lexsort((moving.order, *place, moving.target_slot)))
@@ -348,7 +349,7 @@ class Explanation(Record):
         source, target = (side.reading.sharding for side in (self.before, self.after))
         # Collectives run along mesh axes, over the same devices on both sides.
         if isinstance(source, Layout) or isinstance(target, Layout):
-            return "a side describes what each rank holds, with no mesh"
+            return "a side describes the part of each rank, without a mesh"
         if set(source.mesh.devices) != set(target.mesh.devices):
             return "the two sides are on different devices"
         try:
@@ -423,7 +424,7 @@ class Explanation(Record):
 
     @property
     def _is_of_few_ranks(self) -> bool:
-        return max(self.plan.source.slots, self.plan.target.slots) <= FEW_RANKS
+        return max(self.plan.source.slots, self.plan.target.slots) <= MAX_BOXED_RANKS
 
     def _program_text(self) -> str:
         """Return the program as a table, or the reason why there is none on equal devices."""
@@ -439,14 +440,14 @@ class Explanation(Record):
             self.program.steps,
             None if is_as_much else self.program.lower_bound_elements,
             self._program_estimate,
-            max_width=MOST_STEP_COLUMNS,
+            max_width=MAX_STEP_COLUMNS,
         )
 
     def _program_lines(self) -> list[str]:
-        said = self._program_text()
-        if not said:
+        text = self._program_text()
+        if not text:
             return []
-        return ["", "as collectives:", said] if self.program else ["", f"as collectives: {said}"]
+        return ["", "as collectives:", text] if self.program else ["", f"as collectives: {text}"]
 
     def _figures(self) -> list[str]:
         """Return the lines on the ranks that move most; the picture has the total."""
@@ -458,8 +459,8 @@ class Explanation(Record):
         if self.traffic.total:
             both = (("sender", self.traffic.sent), ("receiver", self.traffic.received))
             for word, amounts in both:
-                most, ranks = find_top_ranks(amounts)
-                lines.append(f"busiest {word}: {ranks_text(ranks)}, {self._size(most)}")
+                amount, ranks = find_top_ranks(amounts)
+                lines.append(f"busiest {word}: {ranks_text(ranks)}, {self._size(amount)}")
             if self._topology is not None and self.machine is not None:
                 time = duration_text(self._exchange_seconds_s)
                 lines.append(f"as messages on {self.machine.name}: {time}")
@@ -494,10 +495,10 @@ class Explanation(Record):
         both = ((self.before, self.plan.source), (self.after, self.plan.target))
         for side, layout in both:
             held = int(layout.cell_shape.prod(axis=1).sum())
-            if held > MOST_DRAWN_ELEMENTS:
+            if held > MAX_DRAWN_ELEMENTS:
                 raise UsageError(
                     f"--contents of {held:,} elements on all devices; at most "
-                    f"{MOST_DRAWN_ELEMENTS:,} can be drawn, take a small --shape"
+                    f"{MAX_DRAWN_ELEMENTS:,} can be drawn, take a small --shape"
                 )
             mesh = side.mesh or DeviceMesh.of(rank=layout.slots)
             drawn = mesh_picture(mesh, element_texts(layout), ascii=not output.can_draw_boxes())
@@ -532,8 +533,8 @@ class Explanation(Record):
         tables = []
         if self.traffic.total:
             tables.append(("Transfers", format_movements(self.moving, self.traffic, MAX_ROWS)))
-        if said := self._program_text():
-            tables.append(("As collectives", said))
+        if text := self._program_text():
+            tables.append(("As collectives", text))
         return tables
 
     def as_json(self) -> dict[str, Any]:

@@ -84,10 +84,10 @@ def inspect(
 ) -> int:
     """List tensors, dtypes, shapes, layouts, ranks and sizes of CHECKPOINT.
 
-    Tensors of layers and experts that differ in their numbers alone are one line:
+    Tensors of layers and experts that differ only in their numbers share a line:
     `model.layers.{0-31}.mlp.up_proj.weight`, with the size of all; --all and --json list each.
-    Where the files of ranks do not have a text for a sharding, as those of FSDP2, it is shown by
-    dimensions: `dim 0 over 4`.
+    If the files of ranks have no text for a sharding, as those of FSDP2, it is shown by dimensions:
+    `dim 0 over 4`.
 
     CHECKPOINT is a folder, a file, an index file, or a URL. Only headers are read, and samples of
     copies that several ranks hold, if the files have no checksums of them. With --digest
@@ -155,7 +155,7 @@ def _choose_tensors(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> Checkp
                     _ = checkpoint[name]
             raise UsageError(
                 f"--tensor {pattern!r} matches none of {len(checkpoint)} tensors, such as "
-                f"{next(iter(checkpoint), None)!r}; write a glob on whole names: `*` stands for "
+                f"{next(iter(checkpoint), None)!r}; write a glob for whole names: `*` stands for "
                 "any characters"
             )
     tensors = {
@@ -298,7 +298,7 @@ def _digest_lines(found: DigestReport) -> list[str]:
         lines += [f"  {printable(place)}" for place in block.places]
     if found.without_digest:
         lines += output.listing("no digest was recorded for", found.without_digest)
-    # Without a single recorded digest, nothing damaged does not mean that all is well.
+    # Without any recorded digest, the absence of damage shows nothing.
     verdict = (
         f"{count_text(len(found.damaged), 'block')} damaged"
         if found.damaged

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reshard.plans.job import JobItem
     from reshard.show.html_report import DrawnChange, Report
 
-# Memory of a run per block: whether it is done, its digest, in arrays and in the manifest.
+# Memory of a run per block: a flag, and its digest in an array and in the manifest's text.
 _BLOCK_RECORD_BYTES = 64
 # Norms and biases are far below this; with more, whole weights are copied for axes such as dp.
 _MAX_COPY_SHARE = 0.1
@@ -111,9 +111,9 @@ def _estimate_memory(
     """Return the bytes of a conversion's buffers, and the peak that is resident with all else.
 
     The rest is not modelled but measured: this process, which has just planned the conversion, has
-    the same modules loaded, and knows the same of every tensor, as one that begins to convert.
+    loaded the same modules and describes the same tensors as a process that begins to convert.
     """
-    # First, since it finds columns that a run needs too.
+    # Computed first, since it creates columns that a run has in memory too.
     buffers_bytes = conversion.extra_bytes(extra_bytes, threads)
     records_bytes = conversion.work_items.count * _BLOCK_RECORD_BYTES
     resident, most = resident_bytes()
@@ -155,7 +155,7 @@ def matching_lines(conversion: Conversion) -> list[str]:
 
 
 def matching_json(conversion: Conversion) -> dict[str, Any]:
-    """Return the same for `--json`."""
+    """Return what `matching_lines` describes, for `--json`."""
     assignment = conversion.assignment
     return {
         "unknown": list(conversion.unknown),

@@ -1,7 +1,7 @@
 """`reshard recipe`: recipes, their shardings of a checkpoint, and layouts of engines.
 
-`show` lists recipes, `check` applies one recipe, also against an engine's layout, and `derive`
-writes the layout that an engine's own loader has.
+`show` lists recipes, `check` applies a recipe and can compare it with an engine's layout, and
+`derive` writes the layout that an engine's own loader has.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def show(name: str | None, as_json: bool) -> int:
 
 @recipe.command()
 @click.argument("checkpoint", type=click.Path(), callback=as_path)
-@click.option("--to", required=True, metavar="MESH", help="What to cut for: a mesh (tp=2,pp=2).")
+@click.option("--to", required=True, metavar="MESH", help="The mesh to shard over (tp=2,pp=2).")
 @click.option(
     "--recipe",
     "name",
@@ -122,10 +122,11 @@ def check(
     allow: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Show which rule cuts which tensors of CHECKPOINT, and the bytes per rank.
+    """Show which rule shards which tensors of CHECKPOINT, and the bytes per rank.
 
     Only headers are read, and nothing is written. The exit code is 1 if ranks could not compute
-    with a cut, no rule matches a tensor, or a mesh axis cuts nothing, unless --allow accepts it.
+    with a shard, no rule matches a tensor, or a mesh axis shards nothing, unless --allow accepts
+    it.
 
     \b
     Examples:
@@ -146,7 +147,7 @@ def check(
     from reshard.recipes.rules import Rule
 
     opened = open_selected_source(checkpoint, select)
-    # Rules cut along named axes, so a bare number of ranks or `full` is not enough.
+    # Rules shard over named axes, so a number of ranks or `full` is not sufficient.
     if "=" not in to:
         raise UsageError(f"cannot read the mesh {to!r}; write axes with sizes, such as tp=2,pp=2")
     written = DeviceMesh.parse(to)
@@ -158,7 +159,7 @@ def check(
     if chosen is not None:
         chosen = chosen.with_options(chosen_options)
     elif chosen_options:
-        raise UsageError("--option is of a recipe; name one with --recipe")
+        raise UsageError("--option without a recipe; name the recipe with --recipe")
     # Both are shown, whether they are allowed or not.
     found = assign_tensors(opened, mesh, by_hand, chosen, ALLOWANCES)
     if chosen is not None:
@@ -321,7 +322,7 @@ def _assignment_lines(
     lines += ["", _rank_table(ranks, "tensors"), ""]
     lines += [f"not computable: {printable(text)}" for text in found.uncomputable]
     lines += output.listing("replicated, no rule matched", found.unknown)
-    lines += output.listing("mesh axes that cut nothing", found.unused_axes)
+    lines += output.listing("mesh axes over which nothing is sharded", found.unused_axes)
     lines += output.listing("rules that decided no tensor", map(str, found.unused_rules))
     patterns = [rule.pattern for rule in found.unused_recipe_rules]
     lines += output.listing("rules of the recipe that decided no tensor", patterns)
@@ -344,7 +345,9 @@ def _rank_table(ranks: Iterable[tuple[int, int, int]], noun: str) -> str:
 def _recipe_lines(shown: Recipe) -> list[str]:
     options = [(f"{name}={cut}", "a cut rule") for name, cut in shown.cuts.items()]
     for name, numbering in shown.numbers.items():
-        what = f"where each {name} lives on {numbering.axis}, {numbering.count} of them"
+        what = (
+            f"how the {name}s are divided over {numbering.axis}; their number is {numbering.count}"
+        )
         options.append((f"{name}={numbering.cut}", what))
     for axis in shown.axes:
         stand_in = f"; if it has none, {shown.stand_ins[axis]}" if axis in shown.stand_ins else ""
@@ -437,6 +440,7 @@ def find_engine_layout(against: str, checkpoint: str, mesh: DeviceMesh) -> Engin
 
 
 def _size_axes(mesh: DeviceMesh) -> list[tuple[str, int]]:
+    # An axis of size 1 does not change the numbers of ranks.
     pairs = zip(mesh.axis_names, mesh.shape, strict=True)
     return [(name, size) for name, size in pairs if size > 1]
 

@@ -78,7 +78,8 @@ def verify(
     and fused tensors by their members. If one side has separate experts and the other has them
     stacked, --recipe auto recognises it.
 
-    --source-mesh, --source-rule and --source-recipe describe how LEFT is cut, if its files do not.
+    --source-mesh, --source-rule and --source-recipe describe how LEFT is sharded, if its files do
+    not.
 
     Copies of a part in the files of several ranks that differ from each other are differences too;
     --check-copies sets how they are compared, and --allow differing-copies accepts them.
@@ -151,7 +152,7 @@ def _open(checkpoint: str | Checkpoint) -> Checkpoint:
 
 
 def _is_one_stacked(left: str | Checkpoint, right: str | Checkpoint) -> bool:
-    """Return whether exactly one of two checkpoints has stacked experts."""
+    """Return whether only the left or only the right checkpoint has stacked experts."""
     from reshard.checkpoint.formats.opening import read_config
     from reshard.checkpoint.naming.renaming import find_stacked_names
     from reshard.recipes.library import choose_recipe
@@ -188,8 +189,8 @@ def _as_text(found: Comparison, seconds_s: float, shows_all: bool) -> list[str]:
     values = len(found.differences) - tensors
     differ = f"{tensors} of {count_text(same + tensors, 'tensor')} differ"
     if values:
-        beside = f"{count_text(values, 'value')} beside the tensors"
-        differ = f"{differ}, and {beside}" if tensors else f"{beside} differ{'s' * (values == 1)}"
+        others = count_text(values, "value")
+        differ = f"{differ}, and {others}" if tensors else f"{others} differ{'s' * (values == 1)}"
     kinds = Counter(difference.kind for difference in found.differences)
     counted = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
     return [*lines, f"{differ}: {counted}; {compared}"]
