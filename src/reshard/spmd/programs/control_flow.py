@@ -19,11 +19,17 @@ from reshard.spmd.arrays.sharded_array import ShardedArray, array
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.backend import library_of
 from reshard.spmd.core.operator import JointPullback, TapeStep
-from reshard.spmd.gradients.tape import Tape, add_step, is_real_floating
-from reshard.spmd.gradients.transforms import vjp
+from reshard.spmd.gradients.tape import Tape, add_step
 from reshard.spmd.graph import Body, BodyCosts
 from reshard.spmd.ops.movement import pad, stack
-from reshard.spmd.programs.traced_function import TracedFunction, arrays_of, as_abstract, bring
+from reshard.spmd.programs.traced_function import (
+    MakeBack,
+    TracedFunction,
+    arrays_of,
+    as_abstract,
+    bring,
+    pull_back_body,
+)
 from reshard.spmd.shards.operation_call import is_watched, recorders
 from reshard.spmd.shards.partial_sums import settled
 from reshard.spmd.shards.runner import Runner
@@ -423,42 +429,23 @@ def _record_cond(
     kinds = find_kinds([one.type for one in operands])
     made_by = Body(run, count_within, (*branches[0].meshes, *branches[1].meshes))
     made = recorder.add_body("cond", made_by, [predicate, *operands], kinds)
-    pullback = JointPullback(_make_cond_pullback(inline))
-    add_step(TapeStep("cond", {}, (predicate, *operands), tuple(made), pullback))
-    return filled_in_order(branches[0].results, made)
-
-
-def _make_cond_pullback(inline: Callable[[int, Sequence[Any], Runner], list[Any]]) -> Any:
-    """The cotangents of a `cond`: those of the branch that was taken, which is computed again."""
 
     def pull_back(step: TapeStep, cotangents: Any) -> list[Any]:
-        given = cotangents if isinstance(cotangents, tuple) else (cotangents,)
-        predicate, *operands = step.operands
-        real = [n for n, one in enumerate(operands) if is_real_floating(one.type.dtype)]
-        real_results = [n for n, one in enumerate(step.results) if is_real_floating(one.type.dtype)]
+        decided, *given = step.operands
 
-        def back(number: int) -> Function:
-            def pulled(arrays: list[Any], slopes: list[Any]) -> list[Any]:
-                def of_real(*chosen: Any) -> list[Any]:
-                    every = list(arrays)
-                    for n, one in zip(real, chosen, strict=True):
-                        every[n] = one
-                    found = inline(number, every, find_runner(every))
-                    return [found[n] for n in real_results]
+        def call_back(back: MakeBack, slopes: list[Any]) -> Any:
+            # The cotangents are those of the branch that was taken, which is computed again.
+            one, other = (
+                back(lambda arrays, number=number: inline(number, arrays, find_runner(arrays)))  # type: ignore[misc]
+                for number in (0, 1)
+            )
+            return cond(decided, one, other, given, slopes)
 
-                _, pullback = vjp(of_real, *(arrays[n] for n in real))
-                return list(pullback(slopes))
+        return [None, *pull_back_body(given, step.results, cotangents, call_back)]
 
-            return pulled
-
-        slopes = [given[n] for n in real_results]
-        found = cond(predicate, back(0), back(1), operands, slopes)
-        every: list[Any] = [None] * len(step.operands)
-        for n, one in zip(real, found, strict=True):
-            every[n + 1] = one
-        return every
-
-    return pull_back
+    pullback = JointPullback(pull_back)
+    add_step(TapeStep("cond", {}, (predicate, *operands), tuple(made), pullback))
+    return filled_in_order(branches[0].results, made)
 
 
 def while_loop(condition: Function, body: Function, init: Any) -> Any:

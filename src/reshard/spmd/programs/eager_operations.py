@@ -23,10 +23,16 @@ from reshard.mesh import DeviceMesh
 from reshard.spmd.arrays.argument_tree import replaced
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.operator import JointPullback, TapeStep
-from reshard.spmd.gradients.tape import add_step, is_real_floating
-from reshard.spmd.gradients.transforms import vjp
+from reshard.spmd.gradients.tape import add_step
 from reshard.spmd.graph import Body, BodyCosts, Value
-from reshard.spmd.programs.traced_function import arrays_of, as_abstract, bring, costs_within
+from reshard.spmd.programs.traced_function import (
+    MakeBack,
+    arrays_of,
+    as_abstract,
+    bring,
+    costs_within,
+    pull_back_body,
+)
 from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.error_translation import check_function
@@ -198,26 +204,10 @@ class _EagerOperation:
 
     def _pull_back(self, step: TapeStep, cotangents: Any) -> list[Any]:
         """Return the cotangents of the operands, by a function of the same kind."""
-        given = cotangents if isinstance(cotangents, tuple) else (cotangents,)
-        of_operands, of_results = (
-            [n for n, one in enumerate(arrays) if is_real_floating(one.type.dtype)]
-            for arrays in (step.operands, step.results)
-        )
 
-        def back(arrays: list[Any], slopes: list[Any]) -> list[Any]:
-            def of_real(*chosen: Any) -> list[Any]:
-                every = list(arrays)
-                for n, one in zip(of_operands, chosen, strict=True):
-                    every[n] = one
-                found = arrays_of(self._call(*every))
-                return [found[n] for n in of_results]
+        def call_back(back: MakeBack, slopes: list[Any]) -> Any:
+            function = back(lambda arrays: arrays_of(self._call(*arrays)))
+            function.__name__ = f"{self._name}_back"
+            return eagerly(function)(list(step.operands), slopes)
 
-            _, pullback = vjp(of_real, *(arrays[n] for n in of_operands))
-            return list(pullback(slopes))
-
-        back.__name__ = f"{self._name}_back"
-        found = eagerly(back)(list(step.operands), [given[n] for n in of_results])
-        every: list[Any] = [None] * len(step.operands)
-        for n, one in zip(of_operands, found, strict=True):
-            every[n] = one
-        return every
+        return pull_back_body(step.operands, step.results, cotangents, call_back)

@@ -15,6 +15,8 @@ from typing import Any
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.gradients.tape import is_real_floating
+from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.graph import BodyCosts, Graph, Spec
 from reshard.spmd.programs.program import Program
 from reshard.spmd.programs.simplification import simplify
@@ -106,6 +108,52 @@ def costs_within(traced: Trace, arguments: Sequence[ArrayType]) -> BodyCosts:
     if not traced.meshes:
         held = {None: held[0]}
     return BodyCosts(traced.moved_bytes, held)
+
+
+MakeBack = Callable[[Callable[[list[Any]], Sequence[Any]]], Function]
+"""From a function of arrays to the function from these, and the cotangents of its real results, to
+the cotangents of the real arrays."""
+
+
+def pull_back_body(
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    cotangents: Any,
+    call_back: Callable[[MakeBack, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Return the cotangents of the operands of an operation whose body is computed again.
+
+    Args:
+        operands, results: of the operation.
+        cotangents: of the results: an array, or a tuple of them.
+        call_back: returns the cotangents of the real operands, from what differentiates a function
+            and the cotangents of the real results.
+    """
+    given = cotangents if isinstance(cotangents, tuple) else (cotangents,)
+    real, real_results = (
+        [n for n, x in enumerate(arrays) if is_real_floating(x.type.dtype)]
+        for arrays in (operands, results)
+    )
+
+    def make_back(function: Callable[[list[Any]], Sequence[Any]]) -> Function:
+        def back(arrays: Sequence[Any], slopes: Any) -> list[Any]:
+            def of_real(*chosen: Any) -> list[Any]:
+                every = list(arrays)
+                for n, x in zip(real, chosen, strict=True):
+                    every[n] = x
+                made = function(every)
+                return [made[n] for n in real_results]
+
+            _, pullback = vjp(of_real, *(arrays[n] for n in real))
+            return list(pullback(slopes))
+
+        return back
+
+    slopes: list[Any] = [None] * len(operands)
+    found = call_back(make_back, [given[n] for n in real_results])
+    for n, slope in zip(real, found, strict=True):
+        slopes[n] = slope
+    return slopes
 
 
 def arrays_of(tree: Any) -> list[Any]:

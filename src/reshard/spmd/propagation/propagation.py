@@ -8,7 +8,7 @@ operands to results, backwards and sideways, until nothing changes:
 2. for each stage of operator priority: operators whose data passes through unchanged come before
    products and reductions, and those before broadcasts;
 3. each operator whose values changed is evaluated again: its rule propagates shardings between
-   its tensors (`factor_shardings`), and a strategy resolves conflicts (`merging`).
+   its tensors (`axes`), and a strategy resolves conflicts (`merging`).
 
     x [{a}, {}]      x @ w : [{a, ?}, {b, ?}]      exp(x @ w) : [{a, ?}, {b, ?}]
     w [{}, {b}]

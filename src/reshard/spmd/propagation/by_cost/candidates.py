@@ -1,7 +1,7 @@
 """Candidates of the cost strategy: shardings of a value, and shardings of an operator.
 
-The third strategy of propagation chooses among these. The mesh's axes are taken in the pieces in
-which annotations use them. An operator may run with each piece
+The strategy "cost" chooses among these. The mesh's axes are taken in the pieces in which
+annotations use them. An operator may run with each piece
 
 - sharding a factor of it, where each device can then compute its part by itself;
 - carrying contributions through, where the operator is linear in the operands that have them;

@@ -1,8 +1,8 @@
 """Cost model: estimated seconds of operators and of movements between shardings.
 
-What the third strategy of propagation compares. Estimates, not measurements:
+The strategy "cost" compares these estimates:
 
-compute     the busiest device's share, as traces count it (`operator_work`)
+compute     the busiest device's share, as traces count it
 movements   the program that is run between two shardings (`chosen_program`), on the topology
 
 A program is searched for, which takes milliseconds. Where there are too many movements to compare,

@@ -1,24 +1,24 @@
 """Propagation by cost: the shardings with the least estimated time.
 
-The third strategy of propagation weighs what the other two decide by rules: whose operand moves
-where two disagree, whether contributions are combined at once or later, whether a device may do
-the work of several. Each value chooses among shardings, each operation among ways of running
-(`cost_candidates`); a choice costs what the operations take, and what moves between the sharding
-of a value and those in which operations read and make it (`cost_model`)::
+The strategy "cost" weighs what the others decide by rules: which operand moves where two disagree,
+whether contributions are combined at once or later, whether several devices may do the same work.
+Each value has a choice of shardings, each operation a choice of ways of running (`candidates`). A
+choice costs the time of the operations, and of the movements between the sharding of a value and
+those in which operations read and make it (`cost_model`)::
 
     seconds = sum over operations   compute(way)
             + sum over operands     movement(value's sharding -> what the way reads)
             + sum over results      movement(what the way makes -> value's sharding)
             + sum over outputs      movement(value's sharding -> what was asked for)
 
-The least sum is found exactly where the graph lets it be (`least_sum`: chains, trees, and
-graphs in which few values are alive at once), else by descent from the results of the other
-strategies.
+The minimum is found exactly by elimination (`factor_graph`) in chains, trees, and graphs in which
+few values are live at once; otherwise by descent from the results of the other strategies.
 
-Movements are priced by the programs that are run. Those take milliseconds to find, so formulas
-choose first; what they choose is priced, and changed where that shows something better. In a small
-graph bounds follow: what could be better by them is priced, until nothing can. Either way the
-answer's seconds are those of its programs. There is no clock in it.
+A movement takes the time of the program that is run for it. Programs take milliseconds to find, so
+formulas choose first; the chosen movements are priced by their programs, and the choice is changed
+where that shows a better one. In a small graph bounds follow: whatever could be better by them is
+priced, until nothing could. Either way the time of the answer is that of its programs, and it does
+not depend on how long the search takes.
 
 For graphs of any size:
 
