@@ -62,6 +62,10 @@ class TensorKind(Record):
             name, self.dtype, Binding(self.layout, ranges, self.views), self.spec, digest
         )
 
+    @cached_property
+    def _place_numbers(self) -> Mapping[tuple[int, int | None], int]:
+        return {place: number for number, place in enumerate(self.places)}
+
     def find_place(self, slot: int, cell: int) -> tuple[int, bool]:
         """Return the index of a cell's place, and whether that place stores the whole slot.
 
@@ -69,8 +73,8 @@ class TensorKind(Record):
             CheckpointError: a slot without a stored shard.
         """
         for is_whole, key in ((True, (slot, None)), (False, (slot, cell))):
-            if key in self.places:
-                return self.places.index(key), is_whole
+            if key in self._place_numbers:
+                return self._place_numbers[key], is_whole
         raise CheckpointError(f"rank {slot} stores no shard of a tensor of {self.layout!r}")
 
     def view(self, slot: int, cell: int) -> View | None:

@@ -30,6 +30,7 @@ from reshard.checkpoint.formats.orbax import (
     ZARR2_NAME,
     ZARR3_NAME,
     is_aggregate,
+    tree,
 )
 from reshard.checkpoint.formats.orbax.ocdbt import (
     MAX_READ_BYTES,
@@ -39,21 +40,11 @@ from reshard.checkpoint.formats.orbax.ocdbt import (
     read_range,
 )
 from reshard.checkpoint.formats.orbax.optax_states import name_states
-from reshard.checkpoint.formats.orbax.shardings import extend, find_mesh, read_shardings
-from reshard.checkpoint.formats.orbax.tree import (
-    ARRAY,
-    NUMPY,
-    PLACEHOLDER,
-    SCALAR,
-    STRING,
-    Leaf,
-    PackedArray,
-    TreeMetadata,
-    TreePath,
-    join_sequences,
-    read_aggregate,
-    read_strings,
-    read_tree,
+from reshard.checkpoint.formats.orbax.shardings import (
+    extend,
+    find_mesh,
+    find_owners,
+    read_shardings,
 )
 from reshard.checkpoint.formats.orbax.zarr import (
     ArrayMetadata,
@@ -71,7 +62,9 @@ from reshard.text import count_text, parse_json
 # Attributes of this format: arrays that are keys of random numbers, and arrays of narrow dtypes.
 RANDOM_KEYS, NARROW_TYPES = "random_keys", "narrow_types"
 _PROCESS = re.compile(r"ocdbt\.process_(\d{1,6})/")
-_UNKNOWN_KINDS = ("Unknown",)
+# The kind of an array that an older save has outside of its single file is not recorded.
+_UNKNOWN_KIND = "Unknown"
+_ARRAY_KINDS = (tree.ARRAY, tree.NUMPY, _UNKNOWN_KIND)
 
 
 def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
@@ -83,13 +76,13 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
         CoverageError: a chunk that is missing.
     """
     has_metadata = (folder / METADATA_NAME).is_file()
-    tree = read_tree(folder) if has_metadata else TreeMetadata({}, has_all=False)
+    metadata = tree.read_tree(folder) if has_metadata else tree.TreeMetadata({}, has_all=False)
     values = open_key_values(folder)
     shardings = read_shardings(folder)
     mesh = find_mesh(shardings)
     tensors: dict[str, StoredTensor] = {}
-    paths: dict[str, TreePath] = {}
-    plain: dict[TreePath, Any] = {}
+    paths: dict[str, tree.TreePath] = {}
+    plain: dict[tree.TreePath, Any] = {}
     # Chunks that are in no file are unpacked as parts of this file.
     anchor = MANIFEST_NAME if values.is_database else AGGREGATE_NAME
     if has_metadata:
@@ -100,20 +93,19 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
     unreadable: dict[str, str] = {}
     aggregate = is_aggregate(folder)
     if aggregate:
-        tree, whole = _add_aggregate(folder, tree, plain, unreadable)
+        metadata, whole = _add_aggregate(folder, metadata, plain, unreadable)
         for leaf_path, packed_array in whole.items():
             name = ".".join(map(str, leaf_path))
             tensors[name], paths[name] = _bind_whole(name, packed_array), leaf_path
-    names = name_states(
-        leaf.path for leaf in tree.leaves.values() if leaf.kind in (ARRAY, NUMPY, *_UNKNOWN_KINDS)
-    )
-    texts = read_strings(folder, [leaf for leaf in tree.leaves.values() if leaf.kind == STRING])
-    for name, leaf in tree.leaves.items():
+    leaves = metadata.leaves
+    names = name_states(leaf.path for leaf in leaves.values() if leaf.kind in _ARRAY_KINDS)
+    texts = tree.read_strings(folder, [n for n in leaves.values() if n.kind == tree.STRING])
+    for name, leaf in leaves.items():
         if leaf.is_empty:
             plain[leaf.path] = leaf.empty_value
-        elif leaf.kind == STRING:
+        elif leaf.kind == tree.STRING:
             plain[leaf.path] = texts[name]
-        elif leaf.kind not in (ARRAY, NUMPY, SCALAR, *_UNKNOWN_KINDS):
+        elif leaf.kind not in (tree.SCALAR, *_ARRAY_KINDS):
             unread.append((name, f"a leaf of the kind {leaf.kind[:60]}, which is not known here"))
         else:
             try:
@@ -121,10 +113,12 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
             except UnreadableTensorError as error:
                 unreadable |= dict.fromkeys(names.get(leaf.path, (name,)), str(error))
                 continue
-            if leaf.kind == SCALAR:
+            if leaf.kind == tree.SCALAR:
                 plain[leaf.path] = _read_number(values, name, array, label)
                 continue
-            chunks = list(list_chunks(name, array, values, packed, anchor, has_all=tree.has_all))
+            chunks = list(
+                list_chunks(name, array, values, packed, anchor, has_all=metadata.has_all)
+            )
             sharding = shardings.get(name) if mesh is not None else None
             tensor = _bind(leaf, array, chunks, sharding)
             for one in names[leaf.path]:
@@ -132,10 +126,10 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
                 paths[one] = leaf.path
                 if is_narrow(array.stored_type):
                     narrow[one] = array.stored_type
-    joined = join_sequences(plain, paths.values())
+    joined = tree.join_sequences(plain, paths.values())
     for path in joined:
         paths[".".join(map(str, path))] = path
-    attributes = dict(tree.custom) if isinstance(tree.custom, dict) else {}
+    attributes = dict(metadata.custom) if isinstance(metadata.custom, dict) else {}
     keys = _find_random_keys(folder)
     if keys:
         attributes[RANDOM_KEYS] = keys
@@ -179,31 +173,34 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
 
 
 def _add_aggregate(
-    folder: Path, tree: TreeMetadata, plain: dict[TreePath, Any], unreadable: dict[str, str]
-) -> tuple[TreeMetadata, dict[TreePath, PackedArray]]:
+    folder: Path,
+    metadata: tree.TreeMetadata,
+    plain: dict[tree.TreePath, Any],
+    unreadable: dict[str, str],
+) -> tuple[tree.TreeMetadata, dict[tree.TreePath, tree.PackedArray]]:
     """Add the contents of the single file of an older save; plain values are added to `plain`.
 
     Returns:
         The tree with its leaves, and the arrays that are stored in the file.
     """
-    leaves = dict(tree.leaves)
-    whole: dict[TreePath, PackedArray] = {}
-    for path, value in read_aggregate(folder / AGGREGATE_NAME):
+    leaves = dict(metadata.leaves)
+    whole: dict[tree.TreePath, tree.PackedArray] = {}
+    for path, value in tree.read_aggregate(folder / AGGREGATE_NAME):
         name = ".".join(map(str, path))
-        if isinstance(value, str) and value.startswith(PLACEHOLDER):
-            leaves.setdefault(name, Leaf(path, _UNKNOWN_KINDS[0]))
+        if isinstance(value, str) and value.startswith(tree.PLACEHOLDER):
+            leaves.setdefault(name, tree.Leaf(path, _UNKNOWN_KIND))
             continue
         leaves.pop(name, None)
         if isinstance(value, UnreadableTensorError):
             unreadable[name] = str(value)
-        elif isinstance(value, PackedArray):
+        elif isinstance(value, tree.PackedArray):
             whole[path] = value
         else:
             plain[path] = value
-    return tree.replace(leaves=leaves), whole
+    return metadata.replace(leaves=leaves), whole
 
 
-def _bind_whole(name: str, array: PackedArray) -> StoredTensor:
+def _bind_whole(name: str, array: tree.PackedArray) -> StoredTensor:
     """Return a tensor that is stored whole in the single file of an older save."""
     place = FileRange(AGGREGATE_NAME, array.start_bytes)
     binding = Binding(Layout.whole(array.shape, [0], 1), {0: place}, {})
@@ -252,7 +249,7 @@ def _read_number(values: KeyValues, name: str, array: ArrayMetadata, label: str)
 
 
 def _bind(
-    leaf: Leaf,
+    leaf: tree.Leaf,
     array: ArrayMetadata,
     chunks: list[tuple[Box, FileRange]],
     sharding: ShardingSpec | None,
@@ -297,11 +294,8 @@ def _lay_out(
                 if box not in seen:
                     seen.add(box)
                     owners.append((box, slot))
-    by_start = {box.start: (box, slot) for box, slot in owners}
     numbers: dict[int, list[int]] = {}
-    for number, box in enumerate(boxes):
-        owner = by_start.get(box.start)
-        slot = owner[1] if owner else _find_owner(box.start, owners)
+    for number, slot in enumerate(find_owners([box.start for box in boxes], owners, 0)):
         numbers.setdefault(slot, []).append(number)
     is_as_held = (
         held is not None
@@ -315,13 +309,6 @@ def _lay_out(
         shape, [(slot, boxes[n]) for slot, found in ordered.items() for n in found], slots
     )
     return layout, ordered, None
-
-
-def _find_owner(start: tuple[int, ...], owners: list[tuple[Box, int]]) -> int:
-    for box, slot in owners:
-        if all(a <= i < b for a, i, b in zip(box.start, start, box.stop, strict=True)):
-            return slot
-    return 0
 
 
 def _find_random_keys(folder: Path) -> dict[str, str]:

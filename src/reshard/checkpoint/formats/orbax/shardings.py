@@ -13,13 +13,14 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reshard._validation import MAX_RANKS
 from reshard.checkpoint.formats.orbax.ocdbt import MAX_NODE_BYTES, read_range
 from reshard.errors import ReshardError
+from reshard.layout import Box
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec, spec
 
@@ -110,6 +111,27 @@ def extend(sharding: ShardingSpec, ndim: int) -> ShardingSpec | None:
         return sharding
     text = ", ".join([str(sharding), *["-"] * missing] if sharding.dim_specs else ["-"] * ndim)
     return spec(sharding.mesh, text)
+
+
+def find_owners(
+    starts: Iterable[tuple[int, ...]], boxes: Sequence[tuple[Box, int]], default: int
+) -> list[int]:
+    """Return the rank of each chunk by its start: the rank whose box begins or extends there.
+
+    A chunk outside all boxes belongs to the rank `default`.
+    """
+    # Mostly a chunk is a rank's box; only other chunks are searched for in all of the boxes.
+    by_start = {box.start: slot for box, slot in boxes}
+    return [
+        by_start[start]
+        if start in by_start
+        else next((slot for box, slot in boxes if _has_index(box, start)), default)
+        for start in starts
+    ]
+
+
+def _has_index(box: Box, index: tuple[int, ...]) -> bool:
+    return all(a <= i < b for a, i, b in zip(box.start, index, box.stop, strict=True))
 
 
 def sharding_bytes(mesh: DeviceMesh | None, specs: Mapping[str, str | None]) -> bytes:

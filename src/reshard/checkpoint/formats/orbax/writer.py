@@ -22,23 +22,14 @@ import numpy as np
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredTensor
-from reshard.checkpoint.formats.orbax import FORMAT_NAME, METADATA_NAME, ZARR2_NAME
+from reshard.checkpoint.formats.orbax import FORMAT_NAME, METADATA_NAME, ZARR2_NAME, tree
 from reshard.checkpoint.formats.orbax.ocdbt import DataPlace, encode_database
 from reshard.checkpoint.formats.orbax.optax_states import is_count, place_states
 from reshard.checkpoint.formats.orbax.reader import NARROW_TYPES, RANDOM_KEYS
-from reshard.checkpoint.formats.orbax.shardings import SHARDING_NAME, sharding_bytes
-from reshard.checkpoint.formats.orbax.tree import (
-    ARRAY,
-    NUMPY,
-    SCALAR,
-    STRING,
-    STRINGS_NAME,
-    Leaf,
-    TreePath,
-    flatten,
-    kind_of,
-    strings_bytes,
-    tree_bytes,
+from reshard.checkpoint.formats.orbax.shardings import (
+    SHARDING_NAME,
+    find_owners,
+    sharding_bytes,
 )
 from reshard.checkpoint.formats.orbax.zarr import array_bytes, is_narrow, name_type
 from reshard.checkpoint.formats.write_plan import (
@@ -135,10 +126,10 @@ def _check_tensor(name: str, tensor: PlannedTensor) -> None:
         )
 
 
-def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, TreePath]]:
+def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, tree.TreePath]]:
     """Return the plain values that Orbax can store, and the paths of tensors and values."""
     placed, empty = place_states((*new.tensors, *new.values), new.paths)
-    paths: dict[str, TreePath] = {}
+    paths: dict[str, tree.TreePath] = {}
     for name in new.tensors:
         paths[name] = placed.get(name) or new.paths.get(name, (name,))
     values: dict[str, Any] = {}
@@ -148,8 +139,8 @@ def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, TreePath
             values[name], paths[name] = None, path
     for name, value in new.values.items():
         path = placed.get(name) or new.paths.get(name, (name,))
-        leaves = flatten(path, value)
-        if all(kind_of(one) is not None for _, one in leaves) and all(
+        leaves = tree.flatten(path, value)
+        if all(tree.kind_of(one) is not None for _, one in leaves) and all(
             isinstance(key, str | int) for leaf, _ in leaves for key in leaf
         ):
             values[name] = value
@@ -158,7 +149,7 @@ def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, TreePath
 
 
 def _merge_step_counts(
-    tensors: Mapping[str, PlannedTensor], paths: Mapping[str, TreePath]
+    tensors: Mapping[str, PlannedTensor], paths: Mapping[str, tree.TreePath]
 ) -> dict[str, PlannedTensor]:
     """Keep a single step count of the parameters, whose step counts share a path.
 
@@ -197,21 +188,10 @@ def _find_grid(layout: Layout, storing: frozenset[int]) -> tuple[tuple[int, ...]
         if shapes == {chunk} and len(storing) == math.prod(counts):
             return chunk, layout, True
     owners = [(box, slot) for slot in sorted(storing) for box in layout.boxes(slot)]
-    starts = {box.start: slot for box, slot in owners}
     tables = [_make_table(n, step) for n, step in zip(layout.shape, chunk, strict=True)]
     parts = np.indices(counts).reshape(len(counts), -1).T if counts else np.zeros((1, 0), int)
-    slots = []
-    for at in (parts * np.array(chunk, dtype=np.int64)).tolist():
-        start = tuple(at)
-        slot = starts.get(start)
-        if slot is None:
-            inside = (
-                slot
-                for box, slot in owners
-                if all(a <= i < b for a, i, b in zip(box.start, start, box.stop, strict=True))
-            )
-            slot = next(inside, min(storing))
-        slots.append(slot)
+    starts = map(tuple, (parts * np.array(chunk, dtype=np.int64)).tolist())
+    slots = find_owners(starts, owners, min(storing))
     return chunk, Layout(layout.shape, tables, layout.slots, slots, parts), False
 
 
@@ -244,14 +224,14 @@ def _make_table(length: int, step: int) -> RunTable:
 def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
     """Yield the files that are written after the chunks: database, tree, texts and shardings."""
     pairs: list[tuple[bytes, bytes | DataPlace]] = []
-    leaves: list[tuple[Leaf, tuple[int, ...] | None]] = []
+    leaves: list[tuple[tree.Leaf, tuple[int, ...] | None]] = []
     is_cut = write_plan.mesh is not None
     narrow = write_plan.attributes.get(NARROW_TYPES)
     narrow = narrow if isinstance(narrow, Mapping) else {}
     for name, tensor in write_plan.tensors.items():
         # By default JAX lacks dtypes of 64 bits: its arrays would be cast.
         is_array = is_cut and tensor.dtype.name not in _WIDE_TYPES
-        leaf = Leaf(write_plan.paths[name], ARRAY if is_array else NUMPY)
+        leaf = tree.Leaf(write_plan.paths[name], tree.ARRAY if is_array else tree.NUMPY)
         layout = tensor.layout
         chunk = tuple(layout.cell_shape[0].tolist())
         size = math.prod(chunk) * tensor.dtype.itemsize_bytes
@@ -268,12 +248,12 @@ def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
                 pairs.append((f"{leaf.name}/{at}".encode(), data))
     strings: dict[str, str] = {}
     for name, value in write_plan.values.items():
-        for path, one in flatten(write_plan.paths[name], value):
-            leaf = Leaf(path, kind_of(one) or "None")
+        for path, one in tree.flatten(write_plan.paths[name], value):
+            leaf = tree.Leaf(path, tree.kind_of(one) or "None")
             leaves.append((leaf, None))
-            if leaf.kind == STRING:
+            if leaf.kind == tree.STRING:
                 strings[leaf.name] = one
-            elif leaf.kind == SCALAR:
+            elif leaf.kind == tree.SCALAR:
                 scalar = np.array(one, _NUMBERS[type(one)])
                 described = array_bytes(scalar.dtype.str, (), ())
                 pairs.append((f"{leaf.name}/{ZARR2_NAME}".encode(), described))
@@ -289,9 +269,9 @@ def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         for key, value in write_plan.attributes.items()
         if key not in (RANDOM_KEYS, NARROW_TYPES)
     }
-    yield METADATA_NAME, tree_bytes(leaves, _as_json(custom) or None)
+    yield METADATA_NAME, tree.tree_bytes(leaves, _as_json(custom) or None)
     if strings:
-        yield STRINGS_NAME, strings_bytes(strings)
+        yield tree.STRINGS_NAME, tree.strings_bytes(strings)
     specs = {
         ".".join(map(str, write_plan.paths[name])): tensor.spec
         for name, tensor in write_plan.tensors.items()

@@ -23,7 +23,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -432,7 +432,7 @@ def read_scalar(value: StoredValue, array: ArrayMetadata, label: str, folder: Pa
 
     Raises FormatError or DigestError for a chunk that is damaged.
     """
-    chunk = value if array.index is None else _list_inner(value, array, label, folder)[0][1]
+    chunk = value if array.index is None else _list_inner(value, array, label, folder)[0]
     if chunk is None:
         raise CoverageError(f"{label} has an empty shard")
     content = chunk.read(folder)
@@ -460,17 +460,12 @@ def list_chunks(
     for key, start in array.list_keys():
         value = values.find(f"{name}/{key}")
         label = f"{values.folder / name / key}"
-        inner: list[tuple[tuple[int, ...], StoredValue | None]]
-        if array.index is None or value is None:
-            inner = [(start, value)]
-            if array.index is not None:
-                inner = [(at, None) for at in _list_starts(start, array)]
-        else:
-            inner = [
-                (tuple(a + b for a, b in zip(start, at, strict=True)), one)
-                for at, one in _list_inner(value, array, label, values.folder)
-            ]
-        for at, one in inner:
+        chunks: Iterable[tuple[tuple[int, ...], StoredValue | None]] = [(start, value)]
+        if array.index is not None:
+            starts = _list_starts(start, array)
+            inner = None if value is None else _list_inner(value, array, label, values.folder)
+            chunks = zip(starts, itertools.repeat(None) if inner is None else inner, strict=False)
+        for at, one in chunks:
             box = array.box(at)
             if box is None:
                 continue
@@ -502,8 +497,8 @@ def _list_starts(start: tuple[int, ...], array: ArrayMetadata) -> Iterator[tuple
 
 def _list_inner(
     value: StoredValue, array: ArrayMetadata, label: str, folder: Path
-) -> list[tuple[tuple[int, ...], StoredValue | None]]:
-    """Return the index of each chunk in a shard, and its bytes, or None if it is not stored."""
+) -> list[StoredValue | None]:
+    """Return the bytes of each chunk in a shard, or None if it is not stored."""
     index = array.index
     if index is None or value.size_bytes < index.size_bytes:
         raise FormatError(f"{label} has {value.size_bytes} bytes, too few for an index of chunks")
@@ -517,12 +512,10 @@ def _list_inner(
                 "fetch it again"
             )
     numbers = struct.unpack(f"<{2 * math.prod(index.counts)}Q", content)
-    result: list[tuple[tuple[int, ...], StoredValue | None]] = []
-    origin = (0,) * len(array.chunk)
-    for number, at in enumerate(_list_starts(origin, array)):
-        begin, size = numbers[2 * number : 2 * number + 2]
+    result: list[StoredValue | None] = []
+    for begin, size in zip(numbers[::2], numbers[1::2], strict=True):
         if begin == _NOTHING and size == _NOTHING:
-            result.append((at, None))
+            result.append(None)
             continue
         if begin + size > value.size_bytes:
             raise FormatError(
@@ -531,8 +524,8 @@ def _list_inner(
             )
         if value.place is None:
             part = (value.content or b"")[begin : begin + size]
-            result.append((at, StoredValue(size, content=part)))
+            result.append(StoredValue(size, content=part))
         else:
             place = FileRange(value.place.path, value.place.start_bytes + begin)
-            result.append((at, StoredValue(size, place)))
+            result.append(StoredValue(size, place))
     return result
