@@ -54,18 +54,18 @@ _LINK = f"{_LINKS}.link"
 _EXCHANGE = "reshard.torch.exchange"
 POINTS: Mapping[str, Point] = {
     "before the store": Point("connect", f"{_LINK}:LinkAddress.open_store", is_early=True),
-    "before it is announced": Point("connect", "reshard.torch.links.link:announce", is_early=True),
+    "before it is announced": Point("connect", f"{_LINKS}.handshake:announce", is_early=True),
     "before its card": Point("connect", f"{_LINK}:meet_at", is_early=True),
-    "after its card": Point("connect", f"{_EXCHANGE}.meeting:Rendezvous.connect"),
+    "after its card": Point("connect", f"{_EXCHANGE}.rendezvous:Rendezvous.connect"),
     "in gloo's connect": Point(
         "connect", "reshard.torch.links.sealed_store:SealedStore.set", thread="reshard connect"
     ),
     "after gloo's connect": Point(
-        "connect", f"{_EXCHANGE}.meeting:Rendezvous.connect", is_after=True
+        "connect", f"{_EXCHANGE}.rendezvous:Rendezvous.connect", is_after=True
     ),
     "at another's door": Point("connect", f"{_EXCHANGE}.groups:connect_shared_memory"),
-    "before its proof": Point("connect", f"{_LINK}:prove_secret"),
-    "after its proof": Point("connect", f"{_LINK}:prove_secret", is_after=True),
+    "before its proof": Point("connect", f"{_LINKS}.handshake:prove_secret"),
+    "after its proof": Point("connect", f"{_LINKS}.handshake:prove_secret", is_after=True),
     "before it prepares": Point("prepare", f"{_LINK}:Refit.prepare"),
     "while it prepares": Point("prepare", f"{_EXCHANGE}.groups:RankGroup.all_gather", calls=3),
     "when it is prepared": Point("prepare", f"{_LINK}:Refit.prepare", is_after=True),
@@ -82,7 +82,7 @@ POINTS: Mapping[str, Point] = {
     ),
     "after an engine's connect with another": Point(
         "prepare",
-        f"{_EXCHANGE}.meeting:Rendezvous.connect",
+        f"{_EXCHANGE}.rendezvous:Rendezvous.connect",
         is_after=True,
         sides=("engine",),
         needs_hosts=True,

@@ -1,10 +1,12 @@
-"""Processes of a link fail, at every kind of point: nobody hangs or takes a mixture for usable.
+"""Processes of a link fail at various points: no other hangs, or uses weights of two versions.
 
 `make soak SOAK="--only failures"` runs as many of these cases as there is time for.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,14 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("point", POINTS)
+def test_a_point_of_failure_names_a_function(point: str) -> None:
+    module, _, path = POINTS[point].path.partition(":")
+    assert callable(functools.reduce(getattr, path.split("."), importlib.import_module(module)))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_process_fails(case: Case, tmp_path: Path) -> None:
+def test_other_processes_continue_after_a_failure(case: Case, tmp_path: Path) -> None:
     seen = run_case(case, tmp_path, LIMIT_S)
     assert seen.came or case.way == "memory"
     # Whoever runs already goes on without an engine that is lost.
@@ -37,14 +45,14 @@ def test_a_process_fails(case: Case, tmp_path: Path) -> None:
         assert seen.went_on >= (4 if case.victim == 4 else 3)
 
 
-def test_a_host_loses_its_link(tmp_path: Path) -> None:
+def test_other_processes_continue_after_a_host_lost_its_network(tmp_path: Path) -> None:
     if missing := why_not():
         pytest.skip(missing)
     seen = run_case(Case("in a bucket", 4, "cut", 1), tmp_path, LIMIT_S)
     assert seen.came and seen.raised == 1 and seen.went_on == 4
 
 
-def test_an_engine_dies_while_it_connects_with_another(tmp_path: Path) -> None:
+def test_an_engine_ends_while_another_connects_to_it(tmp_path: Path) -> None:
     if missing := why_not():
         pytest.skip(missing)
     # Engines wait a quarter of that for each other where they know of nothing.
@@ -55,5 +63,5 @@ def test_an_engine_dies_while_it_connects_with_another(tmp_path: Path) -> None:
     assert seen.came and seen.raised == 1 and seen.went_on == 3
 
 
-def test_nothing_is_left_of_engines_that_left_or_of_runs() -> None:
+def test_runs_and_closed_engines_leak_nothing() -> None:
     run_leaks(10, 100, timeout_s=150)
