@@ -38,17 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.cost.fitting import (
-    BETWEEN_HOSTS,
-    CALL,
-    COPIES,
-    SHARED,
-    STEP,
-    WITHIN_HOST,
-    Fitted,
-    Measurement,
-    fit,
-)
+from reshard.cost import fitting
 from reshard.cost.formulas import FORMULAS
 from reshard.cost.preset import Preset
 from reshard.errors import UsageError
@@ -91,7 +81,7 @@ class Case:
     @property
     def method(self) -> str:
         """The method of `reshard.torch.redistribute`."""
-        return "exchange" if self.kind is None and self.subject != STEP else "program"
+        return "exchange" if self.kind is None and self.subject != fitting.STEP else "program"
 
     @property
     def plan(self) -> LayoutChange:
@@ -101,7 +91,7 @@ class Case:
     def _layout(self, side: ShardingSpec | Layout) -> Layout:
         return side if isinstance(side, Layout) else side.layout(self.shape)
 
-    def measurement(self, seconds_s: float, ranks: Sequence[int]) -> Measurement:
+    def measurement(self, seconds_s: float, ranks: Sequence[int]) -> fitting.Measurement:
         """Return a measurement of this duration.
 
         `ranks` are the ranks of a host; shared transfers are summed over all of them.
@@ -111,18 +101,18 @@ class Case:
             formula = next(iter(FORMULAS[self.kind].values()))
             whole = self.plan.source if self.kind != "all-gather" else self.plan.target
             size_bytes = whole.cell_elements.max(initial=0) * _ITEM_BYTES
-            return Measurement(
+            return fitting.Measurement(
                 self.subject,
                 self.name,
                 seconds_s,
                 formula.rounds(self.group),
                 formula.busiest_bytes(self.group, int(size_bytes)),
             )
-        if self.subject in (CALL, STEP):
-            return Measurement(self.subject, self.name, seconds_s)
+        if self.subject in (fitting.CALL, fitting.STEP):
+            return fitting.Measurement(self.subject, self.name, seconds_s)
         plan = self.plan
         # Sum shared transfers over a host's ranks; for other cases a single rank represents all.
-        counted = set(ranks if self.subject == SHARED else ranks[:1])
+        counted = set(ranks if self.subject == fitting.SHARED else ranks[:1])
         moves = plan.transfers.moving
         mine = [row for row, sender in enumerate(moves.source_slot.tolist()) if sender in counted]
         sent = moves.take(mine)
@@ -132,7 +122,7 @@ class Case:
         copied, runs, combined = (
             int(sum(of_rank[rank] for rank in counted)) for of_rank in copies.by_rank(ranks_in_all)
         )
-        return Measurement(
+        return fitting.Measurement(
             self.subject,
             self.name,
             seconds_s,
@@ -185,8 +175,8 @@ def cases_of(
 def _call(hosts: int, ranks: int) -> Iterator[Case]:
     mesh, shape = _mesh(hosts, ranks), (hosts * ranks,)
     whole, part = spec(mesh, "-"), spec(mesh, "host rank")
-    yield Case(CALL, "call", shape, whole, part)
-    yield Case(STEP, "step", shape, whole, part)
+    yield Case(fitting.CALL, "call", shape, whole, part)
+    yield Case(fitting.STEP, "step", shape, whole, part)
 
 
 def _alone(shape: tuple[int, ...], part: tuple[int, ...], rank: int = 0) -> Layout:
@@ -196,12 +186,12 @@ def _alone(shape: tuple[int, ...], part: tuple[int, ...], rank: int = 0) -> Layo
 
 def _copies(elements: int) -> Iterator[Case]:
     whole = _alone((elements,), (elements,))
-    yield Case(COPIES, "one run", (elements,), whole, whole)
+    yield Case(fitting.COPIES, "one run", (elements,), whole, whole)
     for name, run in (("long runs", _long(elements)), ("short runs", _SHORT)):
         # Half of every row is copied, and the other half is skipped.
         shape = (elements // (2 * run), 2 * run)
         part = (shape[0], run)
-        yield Case(COPIES, name, shape, _alone(shape, shape), _alone(shape, part))
+        yield Case(fitting.COPIES, name, shape, _alone(shape, shape), _alone(shape, part))
 
 
 def _long(elements: int) -> int:
@@ -211,7 +201,7 @@ def _long(elements: int) -> int:
 
 def _pair(elements: int) -> Iterator[Case]:
     shape = (elements,)
-    yield Case(WITHIN_HOST, "pair", shape, _alone(shape, shape), _alone(shape, shape, 1))
+    yield Case(fitting.WITHIN_HOST, "pair", shape, _alone(shape, shape), _alone(shape, shape, 1))
 
 
 def _matrix(hosts: int, ranks: int, elements: int) -> tuple[int, int, int]:
@@ -237,19 +227,19 @@ def _list_shared(hosts: int, ranks: int, elements: int) -> Iterator[Case]:
     )
     # A tensor sharded on both sides is larger by the number of ranks, so shards have equal sizes.
     large = _matrix(hosts, ranks, elements * ranks)
-    yield Case(SHARED, "shift", large, rows, spec(shifted, "host, rank, -"))
-    yield Case(SHARED, "rows to columns", large, rows, columns)
-    yield Case(SHARED, "columns to rows", large, columns, rows)
+    yield Case(fitting.SHARED, "shift", large, rows, spec(shifted, "host, rank, -"))
+    yield Case(fitting.SHARED, "rows to columns", large, rows, columns)
+    yield Case(fitting.SHARED, "columns to rows", large, columns, rows)
     small = _matrix(hosts, ranks, elements)
-    yield Case(SHARED, "gather of rows", small, rows, whole)
-    yield Case(SHARED, "gather of columns", small, columns, whole)
-    yield Case(SHARED, "slice of rows", small, whole, rows)
-    yield Case(SHARED, "slice of columns", small, whole, columns)
+    yield Case(fitting.SHARED, "gather of rows", small, rows, whole)
+    yield Case(fitting.SHARED, "gather of columns", small, columns, whole)
+    yield Case(fitting.SHARED, "slice of rows", small, whole, rows)
+    yield Case(fitting.SHARED, "slice of columns", small, whole, columns)
     narrow = (hosts, max(elements // (ranks * _SHORT), 1), ranks * _SHORT)
-    yield Case(SHARED, "slice in short runs", narrow, whole, columns)
+    yield Case(fitting.SHARED, "slice in short runs", narrow, whole, columns)
     contributions = spec(mesh, "host, -, - | sum(rank)")
-    yield Case(SHARED, "sum into rows", small, contributions, rows)
-    yield Case(SHARED, "sum everywhere", small, contributions, whole)
+    yield Case(fitting.SHARED, "sum into rows", small, contributions, rows)
+    yield Case(fitting.SHARED, "sum everywhere", small, contributions, whole)
 
 
 _SIDES = {
@@ -273,7 +263,7 @@ def _across(hosts: int, ranks: int, elements: int) -> Iterator[Case]:
     shape = (hosts, ranks * elements)
     ahead = _mesh(hosts, ranks, (1, 0))
     before, after = (spec(mesh, "host, rank") for mesh in (_mesh(hosts, ranks), ahead))
-    yield Case(BETWEEN_HOSTS, "to the next host", shape, before, after)
+    yield Case(fitting.BETWEEN_HOSTS, "to the next host", shape, before, after)
 
 
 DEFAULT_SECONDS_S = 60.0
@@ -300,8 +290,8 @@ class Calibration:
     """
 
     preset: Preset
-    measurements: tuple[Measurement, ...]
-    fitted: Fitted
+    measurements: tuple[fitting.Measurement, ...]
+    fitted: fitting.Fitted
     rounds: int
     seconds_s: float
 
@@ -355,7 +345,7 @@ def calibrate(
             )
             shared = [measurements]
         dist.broadcast_object_list(shared, 0)
-    fitted = fit(shared[0])
+    fitted = fitting.fit(shared[0])
     preset = _preset(name, backend, hosts, per_host, fitted)
     elapsed_s = time.monotonic() - began_s
     return Calibration(preset, shared[0], fitted, len(taken_s[0]), elapsed_s)
@@ -380,7 +370,7 @@ def hosts_of(names: list[str]) -> int:
     return hosts
 
 
-def _preset(name: str, backend: str, hosts: int, per_host: int, fitted: Fitted) -> Preset:
+def _preset(name: str, backend: str, hosts: int, per_host: int, fitted: fitting.Fitted) -> Preset:
     # A host of a single rank lacks a link within it; it is never used.
     within_host = fitted.within_host or fitted.between_hosts
     if within_host is None:

@@ -38,17 +38,7 @@ from reshard.plans.plan import plan as create_plan
 from reshard.plans.schedule import PipelineSpan, limit_message_bytes
 from reshard.sharding import ShardingSpec
 from reshard.topology import Topology
-from reshard.torch.endpoint import (
-    Description,
-    TensorEndpoint,
-    check_local,
-    check_ranks,
-    find_target_local,
-    is_sharded_array,
-    lay_out_array,
-    shape_of,
-    sharding_of_dtensor,
-)
+from reshard.torch import endpoint
 from reshard.torch.exchange.agreement import CallSignature, agree, device_of, share
 from reshard.torch.exchange.consistency import is_usable
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange, limit_messages
@@ -58,12 +48,7 @@ from reshard.torch.exchange.transfer import Transfer
 from reshard.torch.forward_copies import forget_cached
 from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
 from reshard.torch.graph_breaks import break_graph
-from reshard.torch.programs.methods import (
-    Method,
-    choose_method,
-    find_gradient_program,
-    stages_of,
-)
+from reshard.torch.programs import methods
 from reshard.torch.programs.run import ProgramRun, method_digest
 
 
@@ -74,7 +59,7 @@ class RedistributionOptions(TypedDict, total=False):
     group: dist.ProcessGroup | None
     async_op: bool
     extra_bytes: int
-    method: Method
+    method: methods.Method
     topology: Topology | None
 
 
@@ -87,8 +72,8 @@ class Redistribution:
     """
 
     # Its phases are methods, in the order in which they run. `_plan` sets these.
-    _before: TensorEndpoint
-    _after: TensorEndpoint
+    _before: endpoint.TensorEndpoint
+    _after: endpoint.TensorEndpoint
     _change: LayoutChange
     _own: torch.Tensor | None
     _local: torch.Tensor | None
@@ -102,15 +87,15 @@ class Redistribution:
         self,
         group: RankGroup,
         tensor: torch.Tensor | None,
-        target: Description,
-        source: Description | None,
+        target: endpoint.Description,
+        source: endpoint.Description | None,
         shape: Sequence[int] | None,
         dtype: torch.dtype | None,
         *,
         out: torch.Tensor | None,
         async_op: bool,
         extra_bytes: int,
-        method: Method,
+        method: methods.Method,
         topology: Topology | None,
     ) -> None:
         self._group, self._tensor = group, tensor
@@ -218,7 +203,7 @@ class Redistribution:
         if isinstance(tensor, DTensor):
             if self._given_source is not None:
                 raise UsageError("a DTensor knows its layout; leave out source=")
-            before = TensorEndpoint.of_tensor(tensor, group)
+            before = endpoint.TensorEndpoint.of_tensor(tensor, group)
         elif self._given_source is None:
             raise UsageError(
                 "a local tensor needs source=, the layout it is a part of: (torch DeviceMesh, "
@@ -227,9 +212,9 @@ class Redistribution:
         else:
             shape = self._shape
             if shape is None:
-                shape = shape_of(self._given_source, self._given_target)
-            before = TensorEndpoint.of(self._given_source, shape, "source", group)
-        after = TensorEndpoint.of(self._given_target, before.layout.shape, "target", group)
+                shape = endpoint.shape_of(self._given_source, self._given_target)
+            before = endpoint.TensorEndpoint.of(self._given_source, shape, "source", group)
+        after = endpoint.TensorEndpoint.of(self._given_target, before.layout.shape, "target", group)
         if isinstance(tensor, torch.Tensor):
             if not is_usable(tensor):
                 raise ShardError(
@@ -250,12 +235,12 @@ class Redistribution:
                 check_reduction(str(reduction), as_dtype(dtype))
         if self._wants_gradient:
             backward_endpoints(change, before)
-        check_ranks(change, group)
+        endpoint.check_ranks(change, group)
         limit_message_bytes(self._limit_bytes)
         # This rank's memory on both sides, and the transfers between it and other ranks.
-        own = check_local(tensor, before, as_dtype(dtype), rank, "tensor")
+        own = endpoint.check_local(tensor, before, as_dtype(dtype), rank, "tensor")
         device = own.device if own is not None else device_of(group)
-        local = find_target_local(self._out, after, dtype, own, device, group)
+        local = endpoint.find_target_local(self._out, after, dtype, own, device, group)
         if local is not None and self._out is not None:
             written = {find_storage(local)} - {0}
             if problem := free_gathered(find_groups(written, are_stale=True)):
@@ -264,7 +249,7 @@ class Redistribution:
         if self._is_async and method == "auto" and self._topology is None:
             method = "exchange"  # A program would run in `wait`, and not in the background.
         limit_bytes = self._limit_bytes
-        chosen = choose_method(
+        chosen = methods.choose_method(
             method, self._topology, before, after, dtype, group, device, limit_bytes
         )
         program = chosen if isinstance(chosen, Program) else None
@@ -365,20 +350,20 @@ class Redistribution:
         after, before = backward_endpoints(self._change, self._before)
         group, limit_bytes, dtype = self._group, self._limit_bytes, cast(Any, self._dtype)
         result_spec, program, holds = self._after.spec, self.program, self._local is not None
-        target: Description = before.layout
+        target: endpoint.Description = before.layout
         if before.mesh is not None:
             target = (before.mesh, before.placements)
 
         def back(gradient: torch.Tensor) -> Any:
-            source: Description | None = after
+            source: endpoint.Description | None = after
             options: dict[str, Any] = {"group": group, "extra_bytes": limit_bytes}
             spec = replicated_spec(result_spec)
             if isinstance(gradient, DTensor):
-                source, spec = None, sharding_of_dtensor(gradient)
+                source, spec = None, endpoint.sharding_of_dtensor(gradient)
             found = None
             if program is not None:
                 ends = (spec, before.spec, before.layout.shape)
-                found = find_gradient_program(*ends, dtype, len(group.ranks), limit_bytes)
+                found = methods.find_gradient_program(*ends, dtype, len(group.ranks), limit_bytes)
             into = target
             if found is not None:
                 into = target if before.spec is None or before.mesh is not None else before.spec
@@ -426,8 +411,8 @@ class _Flow(torch.autograd.Function):  # type: ignore[misc]
 
 
 def backward_endpoints(
-    change: LayoutChange, source: TensorEndpoint
-) -> tuple[Layout, TensorEndpoint]:
+    change: LayoutChange, source: endpoint.TensorEndpoint
+) -> tuple[Layout, endpoint.TensorEndpoint]:
     """Return the layout of the result's gradient, and the side of the tensor's gradient.
 
     Raises:
@@ -446,9 +431,9 @@ def backward_endpoints(
         ) from error
     spec = replicated_spec(source.spec)
     if source.mesh is None:
-        return after, TensorEndpoint(before, spec=spec)
+        return after, endpoint.TensorEndpoint(before, spec=spec)
     placements = [Replicate() if one.is_partial() else one for one in source.placements]
-    return after, TensorEndpoint(before, source.mesh, tuple(placements), spec)
+    return after, endpoint.TensorEndpoint(before, source.mesh, tuple(placements), spec)
 
 
 def replicated_spec(spec: ShardingSpec | None) -> ShardingSpec | None:
@@ -475,7 +460,7 @@ def _list_transfers(
     if staged is None:
         rows = transfers_of(change, as_dtype(dtype), rank)
         return [RankTransfers.of(change, rows, rank, source, target, dtype)]
-    stages, span = stages_of(staged, rank), PipelineSpan(0, staged.parts)
+    stages, span = methods.stages_of(staged, rank), PipelineSpan(0, staged.parts)
     return list(stage_transfers(change, stages, span, rank, source, target, dtype))
 
 
@@ -486,16 +471,16 @@ _NOBODY = -(1 << 40)
 @break_graph
 def redistribute(
     tensor: Any,
-    target: Description,
+    target: endpoint.Description,
     *,
-    source: Description | None = None,
+    source: endpoint.Description | None = None,
     shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     extra_bytes: int = DEFAULT_EXTRA_BYTES,
-    method: Method = "auto",
+    method: methods.Method = "auto",
     topology: Topology | None = None,
 ) -> Any:
     """Change the layout of a tensor between ranks. All ranks of `group` call this.
@@ -539,11 +524,11 @@ def redistribute(
     """
     check_member(group)
     check_real(group)
-    if is_sharded_array(tensor):
+    if endpoint.is_sharded_array(tensor):
         if source is not None:
             raise UsageError("an array of reshard.spmd knows its layout; leave out source=")
         shape, dtype = tensor.shape, getattr(torch, tensor.dtype.name)
-        tensor, source = lay_out_array(tensor)
+        tensor, source = endpoint.lay_out_array(tensor)
     among = rank_group(group)
     with among.turn():
         begun = Redistribution(

@@ -22,21 +22,14 @@ import torch.distributed as dist
 
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.schedule import limit_message_bytes, order_transfers
-from reshard.torch.exchange.packing.messages import (
-    MessagePieces,
-    Piece,
-    RankMessage,
-    RankTransfers,
-    list_pieces,
-    pack_messages,
-)
+from reshard.torch.exchange.packing import messages
 
 _ROUNDS_AHEAD = 2
 # Newer releases of torch rename it.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # A round in flight, and the pieces to be copied from its memory.
-_Round = tuple[Any, list[tuple[Piece, torch.Tensor]]]
+_Round = tuple[Any, list[tuple[messages.Piece, torch.Tensor]]]
 _Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -79,7 +72,7 @@ class AllGatherRounds:
 
     def __init__(
         self,
-        tensor: RankTransfers,
+        tensor: messages.RankTransfers,
         rank: int,
         group: dist.ProcessGroup,
         dtype: torch.dtype,
@@ -91,10 +84,10 @@ class AllGatherRounds:
         self._members = dist.get_process_group_ranks(group)
         # A part for each member, and another for the outgoing data.
         most_bytes = limit_message_bytes(extra_bytes, len(self._members))
-        sent, received, local = list_pieces([tensor], rank)
+        sent, received, local = messages.list_pieces([tensor], rank)
         self._local = local.get(0, [])
         # The same for every other rank.
-        own = next(iter(sent.values()), MessagePieces.of([]))
+        own = next(iter(sent.values()), messages.MessagePieces.of([]))
         self._sent = _list_rounds(own, rank, True, most_bytes)
         self._received = {
             sender: _list_rounds(of_sender, sender, False, most_bytes)
@@ -135,7 +128,7 @@ class AllGatherRounds:
             for piece, part in _place_pieces(message, out):
                 part.copy_(piece.view)
         work = _ALL_GATHER(into, out, self._group, async_op=True)
-        arriving: list[tuple[Piece, torch.Tensor]] = []
+        arriving: list[tuple[messages.Piece, torch.Tensor]] = []
         for position, rank in enumerate(self._members):
             for message in self._received.get(rank, [])[number : number + 1]:
                 arriving += _place_pieces(message, into[position * size_bytes :])
@@ -150,16 +143,18 @@ def _complete(begun: _Round) -> None:
 
 
 def _list_rounds(
-    pieces: MessagePieces, peer: int, is_sent: bool, most_bytes: int
-) -> list[RankMessage]:
+    pieces: messages.MessagePieces, peer: int, is_sent: bool, most_bytes: int
+) -> list[messages.RankMessage]:
     """Return the messages to all other ranks, or from a rank, round by round."""
     return [
-        RankMessage((number,), 0, peer, is_sent, together)
-        for number, together in enumerate(pack_messages(pieces, most_bytes))
+        messages.RankMessage((number,), 0, peer, is_sent, together)
+        for number, together in enumerate(messages.pack_messages(pieces, most_bytes))
     ]
 
 
-def _place_pieces(message: RankMessage, memory: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+def _place_pieces(
+    message: messages.RankMessage, memory: torch.Tensor
+) -> list[tuple[messages.Piece, torch.Tensor]]:
     """Return each piece of a message with its part of the memory."""
     return list(zip(message.pieces, message.pieces.parts_of(memory), strict=True))
 
@@ -178,7 +173,7 @@ def _find_shapes(change: LayoutChange) -> dict[tuple[int, int], _Shapes]:
 @lru_cache(maxsize=4096)
 def _size_messages(shapes: _Shapes, dtype: torch.dtype, most_bytes: int) -> tuple[int, ...]:
     """Return the bytes of each message with pieces of these shapes."""
-    pieces = MessagePieces.of(
-        Piece.of(torch.empty(shape, dtype=dtype, device="meta"), dtype) for shape in shapes
+    pieces = messages.MessagePieces.of(
+        messages.Piece.of(torch.empty(shape, dtype=dtype, device="meta"), dtype) for shape in shapes
     )
     return tuple(one.offsets[-1] for one in _list_rounds(pieces, 0, True, most_bytes))

@@ -42,14 +42,7 @@ import torch
 
 from reshard.errors import RunError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.schedule import (
-    ALIGNMENT_BYTES,
-    NEAR_MESSAGE_BYTES,
-    SMALL_MESSAGE_BYTES,
-    STEPS_BETWEEN_STAGES,
-    align,
-    limit_message_bytes,
-)
+from reshard.plans import schedule
 from reshard.runs import IntArray
 from reshard.torch.exchange.agreement import Group
 from reshard.torch.exchange.carrier import Carrier
@@ -206,7 +199,7 @@ class MessageSlots:
         most_bytes: int,
         allocate: Callable[[int], torch.Tensor],
     ) -> None:
-        staged = [align(m.offsets[-1]) for m in messages]
+        staged = [schedule.align(m.offsets[-1]) for m in messages]
         self._slot_bytes = max(staged, default=0)
         # As many slots as fit, but no more than messages, or than may be in flight at once.
         room = most_bytes // self._slot_bytes if staged else 0
@@ -291,10 +284,10 @@ def find_partitioning(
         is_hosted = group.is_hosted(device)
     # Grouped messages to and from all ranks are in memory at once.
     peers = len(group.ranks) - 1 if is_grouped else 1
-    message_bytes = limit_message_bytes(extra_bytes, peers)
+    message_bytes = schedule.limit_message_bytes(extra_bytes, peers)
     shared = _find_shared(group, device, is_grouped, is_hosted)
     if shared is not None and shared.is_complete:
-        message_bytes = min(message_bytes, NEAR_MESSAGE_BYTES)
+        message_bytes = min(message_bytes, schedule.NEAR_MESSAGE_BYTES)
     return group.rank, group.slots, is_grouped, message_bytes
 
 
@@ -376,7 +369,7 @@ class MessageExchange:
         self._choose_spans()
         self._is_pipeline = any(one.place != FIRST_PLACE for one in tensors)
         # Half of the memory is for what arrives: a rank that sends must not starve its receives.
-        most_bytes = extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        most_bytes = extra_bytes // 2 // schedule.ALIGNMENT_BYTES * schedule.ALIGNMENT_BYTES
         self._slots = [
             self._make_slots(is_sent, peers, most_bytes, memory, before)
             for is_sent in (False, True)
@@ -670,7 +663,7 @@ def _follow_arrivals(steps: Sequence[ExchangeStep]) -> None:
         if any(message.message.is_sent for message in one.messages):
             for earlier in range(stage):
                 one.follows += arriving.get(
-                    (step - STEPS_BETWEEN_STAGES * (stage - earlier), earlier), ()
+                    (step - schedule.STEPS_BETWEEN_STAGES * (stage - earlier), earlier), ()
                 )
 
 
@@ -695,9 +688,9 @@ def exchange_errors(exchange: Any, group: RankGroup, problem: str) -> Iterator[N
 
 def limit_messages(tensors: Iterable[RankTransfers], extra_bytes: int, peers: int = 1) -> int:
     """Return the maximum bytes of a message of a rank's tensors: `limit_message_bytes`."""
-    message_bytes = limit_message_bytes(extra_bytes, peers)
+    message_bytes = schedule.limit_message_bytes(extra_bytes, peers)
     # The sizes of transfers only matter if messages are small.
-    if message_bytes < SMALL_MESSAGE_BYTES:
+    if message_bytes < schedule.SMALL_MESSAGE_BYTES:
         moved = [0, 0]
         for one in tensors:
             local = one.targets[0] if one.sources[0] is None else one.sources[0]
@@ -705,7 +698,7 @@ def limit_messages(tensors: Iterable[RankTransfers], extra_bytes: int, peers: in
                 for way, rows in enumerate((one.sent, one.received)):
                     elements = int(rows.moving.elements.sum()) * len(one.sources)
                     moved[way] += elements * dtype.itemsize
-        limit_message_bytes(extra_bytes, peers, max(moved))
+        schedule.limit_message_bytes(extra_bytes, peers, max(moved))
     return message_bytes
 
 

@@ -38,13 +38,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from reshard.errors import ReshardError, RunError
+from reshard.torch.exchange import consistency
 from reshard.torch.exchange.agreement import confirm
-from reshard.torch.exchange.consistency import (
-    count_runs,
-    list_uncounted,
-    mark_unusable,
-    unmark,
-)
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.timeline import span
 
@@ -109,7 +104,7 @@ class Transfer:
         self.in_background, self._confirms = in_background, confirms
         self._written = tuple(written)
         self._versioned = (*self._written, *memory)
-        self._uncounted = list_uncounted(self._written)
+        self._uncounted = consistency.list_uncounted(self._written)
         self._is_started = False
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
@@ -225,8 +220,8 @@ class Transfer:
             raise
         # Messages are written without autograd noticing, so mark the tensors as changed.
         torch.autograd.graph.increment_version(self._versioned)
-        unmark(self._written)
-        count_runs(self._uncounted)
+        consistency.unmark(self._written)
+        consistency.count_runs(self._uncounted)
         self.is_done = True
 
     def _check_not_failed(self) -> None:
@@ -276,7 +271,7 @@ class Transfer:
         """
         self.has_failed = True
         torch.autograd.graph.increment_version(self._versioned)
-        mark_unusable(*self._written)
+        consistency.mark_unusable(*self._written)
         self._group.break_off(error)
         if isinstance(error, ReshardError):
             raise RunError(f"{error}; {self._result} is partly new and not usable") from error

@@ -23,20 +23,13 @@ from reshard.errors import (
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.timeline import span
+from reshard.torch.links import sync
 from reshard.torch.links.messages import BROKE, MISFIT, UNREACHABLE, ForwardOrder, Order, RunOutcome
 from reshard.torch.links.relay_tree import BatchCallbacks, BucketGate, Relay, RelayThread
-from reshard.torch.links.sync import (
-    BucketCounter,
-    BucketEvent,
-    FilledBuckets,
-    RunOptions,
-    SyncReport,
-    WeightSync,
-)
 from reshard.torch.refitting.refit import Refit
 
 
-class EngineSync(WeightSync):
+class EngineSync(sync.WeightSync):
     """An engine's side: its refits with all ranks of the trainer, and of other engines.
 
     Args:
@@ -86,14 +79,16 @@ class EngineSync(WeightSync):
             raise UsageError(f"version={version!r} on an engine; the trainer says it")
         return 0
 
-    def _list_buckets(self) -> tuple[BucketEvent, ...]:
+    def _list_buckets(self) -> tuple[sync.BucketEvent, ...]:
         refit = self.refit
         return tuple(
-            BucketEvent(names, refit.target_bytes(names)) for names in refit.complete_names if names
+            sync.BucketEvent(names, refit.target_bytes(names))
+            for names in refit.complete_names
+            if names
         )
 
-    def _run(self, version: int, options: RunOptions) -> SyncReport:
-        counter = BucketCounter(options)
+    def _run(self, version: int, options: sync.RunOptions) -> sync.SyncReport:
+        counter = sync.BucketCounter(options)
         if counter.is_stopped():
             raise InterruptedRunError("stopped before the trainer's weights came")
         counter.expect(sum(event.size_bytes for event in self.buckets))
@@ -106,7 +101,9 @@ class EngineSync(WeightSync):
                 raise InterruptedRunError(f"stopped: {error}") from error
             raise
 
-    def _follow_orders(self, options: RunOptions, counter: BucketCounter) -> SyncReport:
+    def _follow_orders(
+        self, options: sync.RunOptions, counter: sync.BucketCounter
+    ) -> sync.SyncReport:
         has = "no weights of the trainer's" if self.version is None else f"version {self.version}"
         begun_s, outcome, order = 0.0, RunOutcome(), None
         sent_bytes = received_bytes = 0
@@ -128,7 +125,7 @@ class EngineSync(WeightSync):
                     f"the engine has parts of {coming} and of what it had ({has}): {error}"
                 ) from error
         spent_s = time.perf_counter() - begun_s
-        return SyncReport(
+        return sync.SyncReport(
             order.version, seconds=spent_s, sent_bytes=sent_bytes, received_bytes=received_bytes
         )
 
@@ -144,7 +141,7 @@ class EngineSync(WeightSync):
             raise
 
     def _fill(
-        self, order: Order, options: RunOptions, counter: BucketCounter
+        self, order: Order, options: sync.RunOptions, counter: sync.BucketCounter
     ) -> tuple[RunOutcome, int, int]:
         """Receive the weights and forward them; return outcome, received and sent bytes."""
         ended = self._keep_hand_ons(order)
@@ -153,7 +150,7 @@ class EngineSync(WeightSync):
         if feed is not None and feed.meeting in self._relays:
             ahead = self._relays[feed.meeting].refit
         gate, lacks = BucketGate(), ""
-        filled = FilledBuckets(options, counter, self.buckets, self._find_needs(ahead))
+        filled = sync.FilledBuckets(options, counter, self.buckets, self._find_needs(ahead))
         threads = [
             RelayThread(relay, ahead, gate)
             for relay in self._relays.values()
@@ -187,7 +184,7 @@ class EngineSync(WeightSync):
             self._leave(meeting, "the hand-on failed")
         return RunOutcome(lacks, ended), 0 if lacks else ahead.received_bytes, sent_bytes
 
-    def _callbacks(self, filled: FilledBuckets, gate: BucketGate) -> BatchCallbacks:
+    def _callbacks(self, filled: sync.FilledBuckets, gate: BucketGate) -> BatchCallbacks:
         """Return the callbacks of the run that fills this engine."""
 
         def begin(number: int) -> None:

@@ -34,34 +34,8 @@ from reshard.errors import LinkError, ReshardError, UsageError
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.rendezvous import Watch, leave_note, meet_at
+from reshard.torch.links import handshake, heartbeat, messages
 from reshard.torch.links.engine_sync import EngineSync
-from reshard.torch.links.handshake import (
-    TRAINER,
-    Announcement,
-    announce,
-    explain_departure,
-    find_trainer,
-    has_left,
-    leave,
-    prove_secret,
-    read_announcement,
-    rendezvous_key,
-    wait_for_engines,
-)
-from reshard.torch.links.heartbeat import (
-    Heartbeat,
-    HeartbeatClient,
-    HeartbeatServer,
-    user_timeout_for_new_connections,
-)
-from reshard.torch.links.messages import (
-    OPTIONS,
-    RELAYED,
-    ForwardOrder,
-    read_message,
-    read_options,
-    write_options,
-)
 from reshard.torch.links.sealed_store import LinkAddress, SealedStore
 from reshard.torch.links.sync import WeightSync
 from reshard.torch.links.trainer_sync import (
@@ -124,8 +98,10 @@ def connect(
     engines = check_int(engines, "engines")
     if rank >= ranks:
         raise UsageError(f"rank={rank} of ranks={ranks}; give a rank from 0 to {ranks - 1}")
-    if not isinstance(name, str) or not name or (side == "engine" and name == TRAINER):
-        raise UsageError(f"name={name!r}; give a name for the engine, other than {TRAINER!r}")
+    if not isinstance(name, str) or not name or (side == "engine" and name == handshake.TRAINER):
+        raise UsageError(
+            f"name={name!r}; give a name for the engine, other than {handshake.TRAINER!r}"
+        )
     for what, given in (("timeout_s", timeout_s), ("silence_s", silence_s)):
         if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
             raise UsageError(f"{what}={given!r}; give a number of seconds above 0")
@@ -133,26 +109,26 @@ def connect(
     if not insecure:
         address.check_privacy()
     is_server = side == "trainer" and rank == 0
-    with user_timeout_for_new_connections(silence_s):
+    with heartbeat.user_timeout_for_new_connections(silence_s):
         store = address.open_store(is_server, address.find_secret(secret), timeout_s)
-    presence: Heartbeat | None = None
-    own: Announcement | None = None
+    presence: heartbeat.Heartbeat | None = None
+    own: handshake.Announcement | None = None
     try:
-        trainer = None if side == "trainer" else find_trainer(store, timeout_s)
+        trainer = None if side == "trainer" else handshake.find_trainer(store, timeout_s)
         if is_server:
-            presence = HeartbeatServer(store, address.own_address(), silence_s)
+            presence = heartbeat.HeartbeatServer(store, address.own_address(), silence_s)
         else:
-            presence = HeartbeatClient(store, timeout_s, silence_s)
+            presence = heartbeat.HeartbeatClient(store, timeout_s, silence_s)
         store.check_others = presence.check
-        own_name = TRAINER if side == "trainer" else name
-        own = announce(store, own_name, rank, ranks, timeout_s, presence)
+        own_name = handshake.TRAINER if side == "trainer" else name
+        own = handshake.announce(store, own_name, rank, ranks, timeout_s, presence)
         link = WeightLink(own, trainer or own, rank, address, store, presence, timeout_s, silence_s)
         link._join(engines)
     except BaseException as error:
         # Report the reason to processes that wait for this process.
         if own is not None:
             with contextlib.suppress(RuntimeError, ReshardError):
-                leave(store, own, rank, format_reason(error))
+                handshake.leave(store, own, rank, format_reason(error))
         if presence is not None:
             presence.close()
         is_ours = isinstance(error, ReshardError)
@@ -187,12 +163,12 @@ class WeightLink:
 
     def __init__(
         self,
-        own: Announcement,
-        trainer: Announcement,
+        own: handshake.Announcement,
+        trainer: handshake.Announcement,
         rank: int,
         address: LinkAddress,
         store: SealedStore,
-        presence: Heartbeat,
+        presence: heartbeat.Heartbeat,
         timeout_s: float,
         silence_s: float,
     ) -> None:
@@ -253,9 +229,9 @@ class WeightLink:
             UsageError: an unknown option, or any option on an engine.
         """
         self._check_open()
-        unknown = sorted(set(options) - set(OPTIONS))
+        unknown = sorted(set(options) - set(messages.OPTIONS))
         if unknown:
-            raise UsageError(f"options {unknown}; a link takes {', '.join(OPTIONS)}")
+            raise UsageError(f"options {unknown}; a link takes {', '.join(messages.OPTIONS)}")
         if self.side == "engine" and options:
             raise UsageError(f"options {sorted(options)} on an engine; the trainer says them")
         given = {"transforms": transforms, "topology": topology}
@@ -268,16 +244,16 @@ class WeightLink:
         self, model: Model, names: Naming | None, given: Mapping[str, Any]
     ) -> EngineSync:
         (group,) = (group for _, group in self._groups.values())
-        read = read_options(gather(b"", group)[group.ranks[0]])
+        read = messages.read_options(gather(b"", group)[group.ranks[0]])
         refit = Refit.prepare(None, model, target_names=names, group=group, **read, **given)
         gather(refit.target_digest.encode(), group)
 
         def prepare_relay(group: RankGroup, is_source: bool, batches: Mapping[str, int]) -> Refit:
             message = json.dumps(dict(batches)).encode() if is_source and not self.rank else b""
             told = gather(message, group)[group.ranks[0]]
-            buckets = read_message(dict[str, int], told, "table of an engine's buckets")
+            buckets = messages.read_message(dict[str, int], told, "table of an engine's buckets")
             side = (model, None) if is_source else (None, model)
-            given = {name: read[name] for name in RELAYED if name in read}
+            given = {name: read[name] for name in messages.RELAYED if name in read}
             # The names of two engines that are not Megatron's need no new search.
             own = refit.names
             return Refit.prepare(
@@ -317,8 +293,8 @@ class WeightLink:
         options: Mapping[str, Any],
         given: Mapping[str, Any],
     ) -> TrainerSync:
-        said = write_options({"buckets": "auto", **options})
-        read = read_options(said)
+        said = messages.write_options({"buckets": "auto", **options})
+        read = messages.read_options(said)
 
         def prepare_with(group: RankGroup) -> Refit:
             gather(said if self.rank == 0 else b"", group)
@@ -358,7 +334,7 @@ class WeightLink:
         self.is_closed = True
         reason = format_reason(error)
         with contextlib.suppress(RuntimeError, ReshardError):
-            leave(self._store, self._own, self.rank, reason)
+            handshake.leave(self._store, self._own, self.rank, reason)
         groups = [group for _, group in self._groups.values()]
         self._groups.clear()
         closed = LinkError(f"{self.name} closed the link{reason}")
@@ -396,14 +372,14 @@ class WeightLink:
         self._steps += 1
         with self._store_errors():
             if self.rank == 0:
-                came = wait_for_engines(
+                came = handshake.wait_for_engines(
                     self._store, self._seen, fewest, self._timeout_s, self._own, self._presence
                 )
-                left = [n for n in self._groups if has_left(self._store, n)]
+                left = [n for n in self._groups if handshake.has_left(self._store, n)]
                 numbers = [one.number for one in came]
                 self._store.set(key, json.dumps({"came": numbers, "left": left}))
             step = json.loads(self._store.get(key))
-            came = [read_announcement(self._store, number) for number in step["came"]]
+            came = [handshake.read_announcement(self._store, number) for number in step["came"]]
         for number in step["left"]:
             self._give_up(number, "it left")
         for one in came:
@@ -441,16 +417,16 @@ class WeightLink:
                 told = "; ".join(f"{name}: {why}" for name, why in self._take_lost().items())
                 raise LinkError(f"no engine could be linked: {told}")
             return
-        self._groups[self._own.number] = (TRAINER, self._meet(self._own, self._timeout_s))
+        self._groups[self._own.number] = (handshake.TRAINER, self._meet(self._own, self._timeout_s))
 
-    def _meet(self, engine: Announcement, limit_s: float) -> RankGroup:
+    def _meet(self, engine: handshake.Announcement, limit_s: float) -> RankGroup:
         """Return the group of the trainer's ranks and an engine's."""
         ahead = self._trainer.ranks if self.side == "engine" else 0
         ranks = self._trainer.ranks + engine.ranks
         sides = (self._trainer, engine)
-        return self._meet_at(rendezvous_key(engine.number), ahead, ranks, sides, limit_s)
+        return self._meet_at(handshake.rendezvous_key(engine.number), ahead, ranks, sides, limit_s)
 
-    def _meet_engine(self, hand_on: ForwardOrder) -> RankGroup:
+    def _meet_engine(self, hand_on: messages.ForwardOrder) -> RankGroup:
         """Return the group of an engine's ranks and those of the engine that it forwards to."""
         ahead = 0 if hand_on.source == self._own.number else hand_on.source_ranks
         ranks = hand_on.source_ranks + hand_on.target_ranks
@@ -458,11 +434,14 @@ class WeightLink:
             # The trainer ends the waiting for an engine that it lost; other ranks of that engine
             # are not detected if they are held here.
             pair = (hand_on.source, hand_on.target)
-            sides = (self._trainer, *(read_announcement(self._store, one) for one in pair))
+            sides = (
+                self._trainer,
+                *(handshake.read_announcement(self._store, one) for one in pair),
+            )
             limit_s = self._timeout_s * _HAND_ON_SHARE
             return self._meet_at(f"relay/{hand_on.meeting}", ahead, ranks, sides, limit_s)
 
-    def _interrupt(self, hand_on: ForwardOrder, number: int) -> None:
+    def _interrupt(self, hand_on: messages.ForwardOrder, number: int) -> None:
         """End the waiting for a lost engine."""
         if self.rank:
             return
@@ -476,7 +455,7 @@ class WeightLink:
         place: str,
         ahead: int,
         ranks: int,
-        sides: tuple[Announcement, ...],
+        sides: tuple[handshake.Announcement, ...],
         limit_s: float,
     ) -> RankGroup:
         """Return the group of the ranks that meet at a key, `ahead` of them before this side's.
@@ -493,7 +472,7 @@ class WeightLink:
                 lambda: self._find_silent(sides),
                 lambda: self._presence.seems_disconnected,
                 min(limit_s, _CONNECT_S),
-                lambda: user_timeout_for_new_connections(self._silence_s),
+                lambda: heartbeat.user_timeout_for_new_connections(self._silence_s),
             ),
             job=f"{self.name}/{self._own.number}",
             home_rank=self.rank,
@@ -501,7 +480,7 @@ class WeightLink:
         )
         # Calls of a link have the same order on all ends, but their threads have different names.
         group = RankGroup(meeting, None, compares_threads=False)
-        prove_secret(group, self._store.key)
+        handshake.prove_secret(group, self._store.key)
         return group
 
     def _check_first(self) -> None:
@@ -512,10 +491,10 @@ class WeightLink:
             if self._presence.is_disconnected:
                 # The store is unreachable as well.
                 raise
-            told = explain_departure(self._store, self._trainer, self._trainer.tokens[0])
+            told = handshake.explain_departure(self._store, self._trainer, self._trainer.tokens[0])
             raise LinkError(told) from error
 
-    def _find_lost(self, sides: tuple[Announcement, ...]) -> str:
+    def _find_lost(self, sides: tuple[handshake.Announcement, ...]) -> str:
         """Return which process of the sides has ended, or an empty text."""
         try:
             self._check_first()
@@ -524,10 +503,10 @@ class WeightLink:
         for side in sides:
             token = self._presence.find_departed(side.tokens)
             if token:
-                return explain_departure(self._store, side, token)
+                return handshake.explain_departure(self._store, side, token)
         return ""
 
-    def _find_silent(self, sides: tuple[Announcement, ...]) -> str:
+    def _find_silent(self, sides: tuple[handshake.Announcement, ...]) -> str:
         """Return whose host is unreachable, or an empty text."""
         if self._presence.is_disconnected:
             return "the host of the trainer's first rank gives no sign of life"
@@ -542,7 +521,7 @@ class WeightLink:
         known = self._groups.get(number)
         with contextlib.suppress(RuntimeError):
             # Its connections close before the store has its note.
-            if has_left(self._store, number):
+            if handshake.has_left(self._store, number):
                 why = f"it left; {why}"
         self._lost[name or (known[0] if known else str(number))] = why
         self._drop(number, why)

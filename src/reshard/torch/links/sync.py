@@ -35,12 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.storage.threads import (
-    Progress,
-    ProgressFunction,
-    check_stop,
-    check_stop_event,
-)
+from reshard.checkpoint.storage import threads
 from reshard.errors import LinkError, UsageError
 from reshard.torch.exchange.timeline import Timeline, span
 from reshard.torch.graph_breaks import break_graph
@@ -90,13 +85,13 @@ class BucketEvent:
 class RunOptions:
     """The options of a run, see `WeightSync.run`. Raises UsageError."""
 
-    progress: ProgressFunction | None = None
+    progress: threads.ProgressFunction | None = None
     stop: threading.Event | None = None
     guard: AbstractContextManager[Any] | None = None
     trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        check_stop_event(self.stop)
+        threads.check_stop_event(self.stop)
         if self.progress is not None and not callable(self.progress):
             raise UsageError(f"progress={self.progress!r}; give a function of a Progress")
         if self.guard is not None and not hasattr(type(self.guard), "__enter__"):
@@ -113,7 +108,7 @@ class BucketCounter:
 
     def check(self) -> None:
         """Raise StoppedError if the caller wants the run to end."""
-        check_stop(self._options.stop)
+        threads.check_stop(self._options.stop)
 
     def is_stopped(self) -> bool:
         """Return whether the caller asked the run to stop."""
@@ -129,7 +124,7 @@ class BucketCounter:
         with self._turn:
             self._done_bytes += size_bytes
             if self._options.progress is not None:
-                told = Progress(self._done_bytes, self._total_bytes, 0, name)
+                told = threads.Progress(self._done_bytes, self._total_bytes, 0, name)
                 self._options.progress(told)
 
 
@@ -245,7 +240,7 @@ class WeightSync:
         version: int | None = None,
         *,
         async_op: bool = False,
-        progress: ProgressFunction | None = None,
+        progress: threads.ProgressFunction | None = None,
         stop: threading.Event | None = None,
         guard: AbstractContextManager[Any] | None = None,
         trace: str | os.PathLike[str] | None = None,

@@ -28,13 +28,7 @@ import numpy as np
 
 from reshard.geometry.regions import Index, Region, coalesce
 from reshard.runs import find_distinct
-from reshard.torch.loaders.strided_overlap import (
-    Integers,
-    Overlap,
-    StridedRegion,
-    find_aligned_overlap,
-    find_overlaps,
-)
+from reshard.torch.loaders import strided_overlap
 
 # Wider types that hold all values of a type.
 _WIDER = {
@@ -328,21 +322,23 @@ class StorageMap:
     dtype: str
     size: int
     source: int | None = None
-    writes: list[tuple[StridedRegion, Region]] = field(default_factory=list)
+    writes: list[tuple[strided_overlap.StridedRegion, Region]] = field(default_factory=list)
 
-    def write(self, where: StridedRegion, written: RegionMap) -> None:
+    def write(self, where: strided_overlap.StridedRegion, written: RegionMap) -> None:
         """Write a tensor to a view of the storage of the same shape."""
         for region in written.regions:
             steps = zip(region.start, where.strides, strict=True)
             offset = where.offset + sum(index * stride for index, stride in steps)
-            self.writes.append((StridedRegion(offset, region.shape, where.strides), region))
+            self.writes.append(
+                (strided_overlap.StridedRegion(offset, region.shape, where.strides), region)
+            )
 
     def write_all(self, origin: ComputedFrom) -> None:
         """Overwrite the whole storage."""
         whole = Region((0,), (self.size,), origin, 0, (0,))
-        self.writes = [(StridedRegion(0, (self.size,), (1,)), whole)]
+        self.writes = [(strided_overlap.StridedRegion(0, (self.size,), (1,)), whole)]
 
-    def read(self, where: StridedRegion) -> RegionMap:
+    def read(self, where: strided_overlap.StridedRegion) -> RegionMap:
         """Return the contents of a view of the storage."""
         shape = where.sizes
         base = RegionMap(shape, ())
@@ -356,14 +352,18 @@ class StorageMap:
         return RegionMap(shape, tuple(parts))
 
 
-def _find_parts(where: StridedRegion, written: StridedRegion, region: Region) -> list[Region]:
+def _find_parts(
+    where: strided_overlap.StridedRegion, written: strided_overlap.StridedRegion, region: Region
+) -> list[Region]:
     """Return the parts of a view that a write covers."""
     parts = []
     own = region.strides
-    overlaps: Iterable[Overlap] | None = find_aligned_overlap(where, written)
+    overlaps: Iterable[strided_overlap.Overlap] | None = strided_overlap.find_aligned_overlap(
+        where, written
+    )
     if overlaps is None:
         written, own = _join_dims(written, own)
-        overlaps = find_overlaps(where, written)
+        overlaps = strided_overlap.find_overlaps(where, written)
     for start, stop, at, steps in overlaps:
         offset = region.offset + sum(i * s for i, s in zip(at, own, strict=True))
         strides = tuple(
@@ -373,7 +373,9 @@ def _find_parts(where: StridedRegion, written: StridedRegion, region: Region) ->
     return parts
 
 
-def _join_dims(written: StridedRegion, own: Index) -> tuple[StridedRegion, Index]:
+def _join_dims(
+    written: strided_overlap.StridedRegion, own: Index
+) -> tuple[strided_overlap.StridedRegion, Index]:
     """Return the same elements with contiguous dimensions merged, and their strides in a source."""
     dims: list[tuple[int, int, int]] = []
     for size, stride, taken in zip(written.sizes, written.strides, own, strict=True):
@@ -384,7 +386,7 @@ def _join_dims(written: StridedRegion, own: Index) -> tuple[StridedRegion, Index
         else:
             dims.append((size, stride, taken))
     sizes, strides, own = zip(*dims, strict=True) if dims else ((), (), ())
-    return StridedRegion(written.offset, sizes, strides), own
+    return strided_overlap.StridedRegion(written.offset, sizes, strides), own
 
 
 def _may_overlap(regions: Sequence[Region]) -> bool:
@@ -396,7 +398,7 @@ def _may_overlap(regions: Sequence[Region]) -> bool:
     return _boxes_may_overlap(start, stop)
 
 
-def _boxes_may_overlap(start: Integers, stop: Integers) -> bool:
+def _boxes_may_overlap(start: strided_overlap.Integers, stop: strided_overlap.Integers) -> bool:
     """Return whether two of the boxes, a row each, may share an element."""
     if len(start) < 2 or any(_are_disjoint(start, stop, d) for d in range(start.shape[1])):
         return False
@@ -412,6 +414,8 @@ def _boxes_may_overlap(start: Integers, stop: Integers) -> bool:
     return any(_boxes_may_overlap(start[rows, 1:], stop[rows, 1:]) for rows in members)
 
 
-def _are_disjoint(start: Integers, stop: Integers, dim: int) -> bool:
+def _are_disjoint(
+    start: strided_overlap.Integers, stop: strided_overlap.Integers, dim: int
+) -> bool:
     order = np.argsort(start[:, dim], kind="stable")
     return bool((start[order[1:], dim] >= stop[order[:-1], dim]).all())

@@ -25,23 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RunError
 from reshard.geometry.regions import Region
-from reshard.torch.loaders.region_map import (
-    ComputedFrom,
-    CopyOf,
-    FilledWith,
-    Origin,
-    RegionMap,
-    StorageMap,
-    add_bitcast,
-    add_cast,
-    combine_origins,
-    concatenate,
-    find_progressions,
-)
+from reshard.torch.loaders import region_map
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_boxes
 
 # The origin of a tensor that the loader created before it ran.
-_UNKNOWN = ComputedFrom(("a tensor of the loader",), ())
+_UNKNOWN = region_map.ComputedFrom(("a tensor of the loader",), ())
 
 
 class ValuesNeeded(RunError):
@@ -66,7 +54,7 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
         self.types: dict[int, torch.dtype] = {}
         self.names = list(sources)
         self.dtypes = [as_dtype(tensor.dtype).name for tensor in sources.values()]
-        self.memories: dict[int, tuple[StorageWeakRef, StorageMap]] = {}
+        self.memories: dict[int, tuple[StorageWeakRef, region_map.StorageMap]] = {}
         self.values_of: dict[str, None] = {}
         self.written_sources: dict[str, None] = {}
         self.target_types: dict[str, torch.dtype] = {}
@@ -75,15 +63,15 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
             if carried is not None:
                 self.types[tensor.untyped_storage()._cdata] = carried[number]
 
-    def _register(self, tensor: torch.Tensor, source: int | None = None) -> StorageMap:
+    def _register(self, tensor: torch.Tensor, source: int | None = None) -> region_map.StorageMap:
         storage = tensor.untyped_storage()
         size = storage.nbytes() // tensor.dtype.itemsize
-        memory = StorageMap(str(tensor.dtype).removeprefix("torch."), size, source)
+        memory = region_map.StorageMap(str(tensor.dtype).removeprefix("torch."), size, source)
         # The reference keeps another storage from reusing the address.
         self.memories[storage._cdata] = (StorageWeakRef(storage), memory)
         return memory
 
-    def _find(self, tensor: torch.Tensor) -> StorageMap | None:
+    def _find(self, tensor: torch.Tensor) -> region_map.StorageMap | None:
         found = self.memories.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
@@ -99,15 +87,15 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
             return tensor.dtype
         return self.types.get(tensor.untyped_storage()._cdata, tensor.dtype)
 
-    def read(self, tensor: torch.Tensor) -> RegionMap:
+    def read(self, tensor: torch.Tensor) -> region_map.RegionMap:
         """Return the contents of a tensor."""
         memory = self._find(tensor)
         if memory is None:
             # Created before the run, or without the dispatcher.
-            origin: Origin = _UNKNOWN
+            origin: region_map.Origin = _UNKNOWN
             if tensor.device.type != "meta" and tensor.numel() == 1:
-                origin = FilledWith(float(tensor.detach().reshape(()).item()))
-            return RegionMap.of(tensor.shape, origin)
+                origin = region_map.FilledWith(float(tensor.detach().reshape(()).item()))
+            return region_map.RegionMap.of(tensor.shape, origin)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if memory.dtype == dtype:
             return memory.read(_region(tensor))
@@ -115,9 +103,11 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
             found = memory.read(_region(tensor))
             return found.map_origins(lambda origin: self._as_bits(origin, memory.dtype, dtype))
         whole = memory.read(StridedRegion(0, (memory.size,), (1,)))
-        return RegionMap.of(tensor.shape, combine_origins(f"bits as {dtype}", whole.origins))
+        return region_map.RegionMap.of(
+            tensor.shape, region_map.combine_origins(f"bits as {dtype}", whole.origins)
+        )
 
-    def write(self, tensor: torch.Tensor, written: RegionMap) -> None:
+    def write(self, tensor: torch.Tensor, written: region_map.RegionMap) -> None:
         """Write contents of the tensor's shape to its storage."""
         memory = self._find(tensor)
         if memory is None:
@@ -134,41 +124,45 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
         else:
             before = memory.read(StridedRegion(0, (memory.size,), (1,)))
             memory.write_all(
-                combine_origins(f"bits as {memory.dtype}", [*before.origins, *written.origins])
+                region_map.combine_origins(
+                    f"bits as {memory.dtype}", [*before.origins, *written.origins]
+                )
             )
 
-    def cast(self, given: RegionMap, dtype: torch.dtype, to: torch.dtype) -> RegionMap:
+    def cast(
+        self, given: region_map.RegionMap, dtype: torch.dtype, to: torch.dtype
+    ) -> region_map.RegionMap:
         """Return elements cast to another dtype."""
         if dtype == to:
             return given
         name = str(to).removeprefix("torch.")
 
-        def change(origin: Origin) -> Origin:
-            if isinstance(origin, CopyOf):
-                steps = add_cast(origin.steps, self.dtypes[origin.source], name)
+        def change(origin: region_map.Origin) -> region_map.Origin:
+            if isinstance(origin, region_map.CopyOf):
+                steps = region_map.add_cast(origin.steps, self.dtypes[origin.source], name)
                 return origin._replace(steps=steps)
             return origin
 
         return given.map_origins(change)
 
-    def note_read(self, origins: Sequence[Origin | None]) -> None:
+    def note_read(self, origins: Sequence[region_map.Origin | None]) -> None:
         """Record that the values of elements were read."""
         for origin in origins:
             numbers = (
                 (origin.source,)
-                if isinstance(origin, CopyOf)
+                if isinstance(origin, region_map.CopyOf)
                 else origin.sources
-                if isinstance(origin, ComputedFrom)
+                if isinstance(origin, region_map.ComputedFrom)
                 else ()
             )
             for number in numbers:
                 self.values_of.setdefault(self.names[number])
 
-    def _as_bits(self, origin: Origin, dtype: str, to: str) -> Origin:
-        if isinstance(origin, CopyOf):
-            steps = add_bitcast(origin.steps, self.dtypes[origin.source], to)
+    def _as_bits(self, origin: region_map.Origin, dtype: str, to: str) -> region_map.Origin:
+        if isinstance(origin, region_map.CopyOf):
+            steps = region_map.add_bitcast(origin.steps, self.dtypes[origin.source], to)
             return origin._replace(steps=steps)
-        return origin if dtype == to else combine_origins(f"bits as {to}", [origin])
+        return origin if dtype == to else region_map.combine_origins(f"bits as {to}", [origin])
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -291,10 +285,12 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
 
     def _name_made(
         self, function: Any, result: torch.Tensor, tensors: list[torch.Tensor]
-    ) -> RegionMap:
+    ) -> region_map.RegionMap:
         """Return the origin of a result that an operator computed from all elements."""
         origins = [origin for tensor in tensors for origin in self.read(tensor).origins]
-        return RegionMap.of(result.shape, combine_origins(_name(function), origins))
+        return region_map.RegionMap.of(
+            result.shape, region_map.combine_origins(_name(function), origins)
+        )
 
 
 def carrier_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
@@ -358,30 +354,30 @@ def _to_meta(value: Any) -> Any:
 MAX_ELEMENTS = 1 << 22
 
 
-Operator = Callable[..., RegionMap | None]
+Operator = Callable[..., region_map.RegionMap | None]
 
 
 def _copy_whole(
     mode: TracingMode, result: Any, tensor: torch.Tensor, *_: Any, **__: Any
-) -> RegionMap:
+) -> region_map.RegionMap:
     return mode.cast(mode.read(tensor), tensor.dtype, result.dtype)
 
 
 def _concatenate(
     mode: TracingMode, result: Any, tensors: Sequence[torch.Tensor], dim: int = 0
-) -> RegionMap:
+) -> region_map.RegionMap:
     # Empty 1-D tensors concatenate with any others.
     parts = [part for part in tensors if part.shape != (0,) or result.shape == (0,)]
     maps = [mode.cast(mode.read(part), part.dtype, result.dtype) for part in parts]
-    return concatenate(maps, dim % max(result.dim(), 1))
+    return region_map.concatenate(maps, dim % max(result.dim(), 1))
 
 
 def _stack(
     mode: TracingMode, result: Any, tensors: Sequence[torch.Tensor], dim: int = 0
-) -> RegionMap:
+) -> region_map.RegionMap:
     dim %= result.dim()
     maps = [mode.cast(mode.read(part), part.dtype, result.dtype) for part in tensors]
-    return concatenate([part.unsqueeze(dim) for part in maps], dim)
+    return region_map.concatenate([part.unsqueeze(dim) for part in maps], dim)
 
 
 def _repeat(mode: TracingMode, result: Any, tensor: torch.Tensor, repeats: Sequence[int]) -> Any:
@@ -390,7 +386,7 @@ def _repeat(mode: TracingMode, result: Any, tensor: torch.Tensor, repeats: Seque
 
 def _pad(
     mode: TracingMode, result: Any, tensor: torch.Tensor, pad: Sequence[int], value: float = 0
-) -> RegionMap:
+) -> region_map.RegionMap:
     # Pairs from the last dimension to the first.
     before, after = [0] * tensor.dim(), [0] * tensor.dim()
     for i in range(len(pad) // 2):
@@ -398,7 +394,9 @@ def _pad(
     return mode.read(tensor).pad(before, after, value)
 
 
-def _flip(mode: TracingMode, result: Any, tensor: torch.Tensor, dims: Sequence[int]) -> RegionMap:
+def _flip(
+    mode: TracingMode, result: Any, tensor: torch.Tensor, dims: Sequence[int]
+) -> region_map.RegionMap:
     contents = mode.read(tensor)
     for dim in dims:
         size = tensor.shape[dim]
@@ -412,7 +410,7 @@ def _roll(
     tensor: torch.Tensor,
     shifts: Sequence[int],
     dims: Sequence[int] = (),
-) -> RegionMap | None:
+) -> region_map.RegionMap | None:
     if len(shifts) != len(dims):
         return None
     contents = mode.read(tensor)
@@ -424,7 +422,7 @@ def _roll(
 
 def _select_indices(
     mode: TracingMode, result: Any, tensor: torch.Tensor, dim: int, index: torch.Tensor
-) -> RegionMap | None:
+) -> region_map.RegionMap | None:
     numbers = known_numbers(mode, index)
     if numbers is None or not tensor.dim():
         return None
@@ -433,7 +431,7 @@ def _select_indices(
 
 def _index(
     mode: TracingMode, result: Any, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]
-) -> RegionMap | None:
+) -> region_map.RegionMap | None:
     at = find_single_index(mode, tensor, indices)
     if at is not None:
         return mode.read(tensor).take(*at)
@@ -443,14 +441,14 @@ def _index(
 
 def _gather(
     mode: TracingMode, result: Any, tensor: torch.Tensor, dim: int, index: torch.Tensor, **_: Any
-) -> RegionMap | None:
+) -> region_map.RegionMap | None:
     places = _number_elements(mode, tensor, [index])
     return None if places is None else _take_elements(mode, tensor, places.gather(dim, index))
 
 
 def _take(
     mode: TracingMode, result: Any, tensor: torch.Tensor, index: torch.Tensor
-) -> RegionMap | None:
+) -> region_map.RegionMap | None:
     places = _number_elements(mode, tensor, [index])
     return None if places is None else _take_elements(mode, tensor, places.take(index))
 
@@ -461,7 +459,7 @@ def _choose(
     mask: torch.Tensor,
     if_true: torch.Tensor,
     if_false: torch.Tensor,
-) -> RegionMap | None:
+) -> region_map.RegionMap | None:
     if not is_known(mode, mask) or result.numel() > MAX_ELEMENTS:
         return None
     values = [
@@ -474,12 +472,12 @@ def _choose(
     for start, stop, constants, _, _ in find_boxes([], [flags]):
         part = values[1 - constants[0]].crop(start, stop)
         regions += (region.translate(start) for region in part.regions)
-    return RegionMap(tuple(result.shape), tuple(regions))
+    return region_map.RegionMap(tuple(result.shape), tuple(regions))
 
 
 def _fill_masked(
     mode: TracingMode, result: Any, tensor: torch.Tensor, mask: torch.Tensor, value: Any
-) -> RegionMap | None:
+) -> region_map.RegionMap | None:
     number = _find_value(mode, value)
     if number is None:
         return None
@@ -487,22 +485,24 @@ def _fill_masked(
 
 
 def _constant(value: float) -> Operator:
-    def fill(mode: TracingMode, result: Any, *_: Any, **__: Any) -> RegionMap:
-        return RegionMap.of(result.shape, FilledWith(value))
+    def fill(mode: TracingMode, result: Any, *_: Any, **__: Any) -> region_map.RegionMap:
+        return region_map.RegionMap.of(result.shape, region_map.FilledWith(value))
 
     return fill
 
 
-def _full(mode: TracingMode, result: Any, shape: Any, value: float, **_: Any) -> RegionMap:
-    return RegionMap.of(result.shape, FilledWith(float(value)))
+def _full(
+    mode: TracingMode, result: Any, shape: Any, value: float, **_: Any
+) -> region_map.RegionMap:
+    return region_map.RegionMap.of(result.shape, region_map.FilledWith(float(value)))
 
 
-def _scalar(mode: TracingMode, result: Any, value: float, **_: Any) -> RegionMap:
-    return RegionMap.of(result.shape, FilledWith(float(value)))
+def _scalar(mode: TracingMode, result: Any, value: float, **_: Any) -> region_map.RegionMap:
+    return region_map.RegionMap.of(result.shape, region_map.FilledWith(float(value)))
 
 
-def _nothing(mode: TracingMode, result: Any, *_: Any, **__: Any) -> RegionMap:
-    return RegionMap.of(result.shape, None)
+def _nothing(mode: TracingMode, result: Any, *_: Any, **__: Any) -> region_map.RegionMap:
+    return region_map.RegionMap.of(result.shape, None)
 
 
 # Operators that write to their first argument return its whole new contents.
@@ -510,15 +510,15 @@ def _nothing(mode: TracingMode, result: Any, *_: Any, **__: Any) -> RegionMap:
 
 def _copy_into(
     mode: TracingMode, result: Any, tensor: torch.Tensor, source: torch.Tensor, *_: Any
-) -> RegionMap:
+) -> region_map.RegionMap:
     written = mode.cast(mode.read(source), source.dtype, tensor.dtype)
     return written.broadcast(tensor.shape)
 
 
-def _fill(mode: TracingMode, result: Any, tensor: torch.Tensor, value: Any) -> RegionMap:
+def _fill(mode: TracingMode, result: Any, tensor: torch.Tensor, value: Any) -> region_map.RegionMap:
     number = _find_value(mode, value)
     if number is not None:
-        return RegionMap.of(tensor.shape, FilledWith(number))
+        return region_map.RegionMap.of(tensor.shape, region_map.FilledWith(number))
     return mode.cast(mode.read(value), value.dtype, tensor.dtype).broadcast(tensor.shape)
 
 
@@ -529,7 +529,7 @@ def _copy_to_indices(
     dim: int,
     index: torch.Tensor,
     source: torch.Tensor,
-) -> RegionMap | None:
+) -> region_map.RegionMap | None:
     numbers = known_numbers(mode, index)
     if numbers is None or not tensor.dim():
         return None
@@ -544,13 +544,18 @@ def _fill_indices(
     dim: int,
     index: torch.Tensor,
     value: Any,
-) -> RegionMap | None:
+) -> region_map.RegionMap | None:
     numbers, number = known_numbers(mode, index), _find_value(mode, value)
     if numbers is None or number is None or not tensor.dim():
         return None
     dim %= tensor.dim()
     shape = (*tensor.shape[:dim], len(numbers), *tensor.shape[dim + 1 :])
-    return write_at(mode.read(tensor), dim, numbers, RegionMap.of(shape, FilledWith(number)))
+    return write_at(
+        mode.read(tensor),
+        dim,
+        numbers,
+        region_map.RegionMap.of(shape, region_map.FilledWith(number)),
+    )
 
 
 def _put(
@@ -561,7 +566,7 @@ def _put(
     values: torch.Tensor,
     accumulate: bool = False,
     *_: Any,
-) -> RegionMap | None:
+) -> region_map.RegionMap | None:
     at = None if accumulate else find_single_index(mode, tensor, indices)
     if at is None:
         return None
@@ -571,10 +576,12 @@ def _put(
     return write_at(mode.read(tensor), dim, numbers, written)
 
 
-def write_at(old: RegionMap, dim: int, numbers: Sequence[int], written: RegionMap) -> RegionMap:
+def write_at(
+    old: region_map.RegionMap, dim: int, numbers: Sequence[int], written: region_map.RegionMap
+) -> region_map.RegionMap:
     """Write a map to indices of a dimension of another; the last of equal indices counts."""
     regions = list(old.regions)
-    for at, first, step, count in find_progressions(numbers):
+    for at, first, step, count in region_map.find_progressions(numbers):
         # Consecutive indices are written at once.
         many = count if step == 1 else 1
         for i in range(0, count, many):
@@ -584,7 +591,7 @@ def write_at(old: RegionMap, dim: int, numbers: Sequence[int], written: RegionMa
             regions = [part for region in regions for part in region.subtract(start, stop)]
             slab = written.narrow(dim, at + i, at + i + many)
             regions += (region.translate(start) for region in slab.regions)
-    return RegionMap(old.shape, tuple(regions))
+    return region_map.RegionMap(old.shape, tuple(regions))
 
 
 def _find_value(mode: TracingMode, value: Any) -> float | None:
@@ -594,7 +601,7 @@ def _find_value(mode: TracingMode, value: Any) -> float | None:
     if value.numel() != 1:
         return None
     (origin,) = mode.read(value).origins
-    if isinstance(origin, FilledWith):
+    if isinstance(origin, region_map.FilledWith):
         return origin.value
     return float(value.detach().item()) if is_known(mode, value) else None
 
@@ -605,7 +612,8 @@ def is_known(mode: TracingMode, tensor: torch.Tensor) -> bool:
         return False
     origins = mode.read(tensor).origins
     return not any(
-        isinstance(o, CopyOf) or (isinstance(o, ComputedFrom) and o.sources) for o in origins
+        isinstance(o, region_map.CopyOf) or (isinstance(o, region_map.ComputedFrom) and o.sources)
+        for o in origins
     )
 
 
@@ -643,12 +651,14 @@ def _number_elements(
     return torch.arange(tensor.numel()).reshape(tensor.shape)
 
 
-def _take_elements(mode: TracingMode, tensor: torch.Tensor, elements: torch.Tensor) -> RegionMap:
+def _take_elements(
+    mode: TracingMode, tensor: torch.Tensor, elements: torch.Tensor
+) -> region_map.RegionMap:
     """Return the elements of a tensor at row-major numbers, in boxes."""
     contents = mode.read(tensor)
     shape = tuple(elements.shape)
     # The origin of each element, by number, and its offset in a source.
-    numbers: dict[Origin, int] = {}
+    numbers: dict[region_map.Origin, int] = {}
     number = torch.full(contents.shape, -1, dtype=torch.int64)
     offset = torch.zeros(contents.shape, dtype=torch.int64)
     for start, stop, origin, first, strides in contents.regions:
@@ -667,12 +677,12 @@ def _take_elements(mode: TracingMode, tensor: torch.Tensor, elements: torch.Tens
         if origin_number >= 0:
             strides = tuple(step for (step,) in steps_of)
             regions.append(Region(start, stop, origins[origin_number], first, strides))
-    return RegionMap(shape, tuple(regions))
+    return region_map.RegionMap(shape, tuple(regions))
 
 
 def apply_elementwise(
     mode: TracingMode, name: str, result: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> RegionMap | None:
+) -> region_map.RegionMap | None:
     """Return the map of an elementwise operation on a tensor."""
     unknown = [
         tensor for tensor in tensors if not is_known(mode, tensor) or tensor.device.type == "meta"
@@ -682,10 +692,10 @@ def apply_elementwise(
     ):
         return None
 
-    def change(origin: Origin) -> Origin:
-        if isinstance(origin, CopyOf):
+    def change(origin: region_map.Origin) -> region_map.Origin:
+        if isinstance(origin, region_map.CopyOf):
             return origin._replace(steps=(*origin.steps, name))
-        return combine_origins(name, [origin])
+        return region_map.combine_origins(name, [origin])
 
     return mode.read(unknown[0]).broadcast(result.shape).map_origins(change)
 
@@ -750,7 +760,9 @@ WRITING: dict[Any, Operator] = {
     _aten.copy_.default: _copy_into,
     _aten.fill_.Scalar: _fill,
     _aten.fill_.Tensor: _fill,
-    _aten.zero_.default: lambda mode, result, tensor: RegionMap.of(tensor.shape, FilledWith(0.0)),
+    _aten.zero_.default: lambda mode, result, tensor: region_map.RegionMap.of(
+        tensor.shape, region_map.FilledWith(0.0)
+    ),
     _aten.index_copy_.default: _copy_to_indices,
     _aten.index_fill_.int_Scalar: _fill_indices,
     _aten.index_put_.default: _put,

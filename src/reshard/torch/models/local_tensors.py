@@ -42,14 +42,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from reshard.errors import RunError, ShardError
 from reshard.layout import Layout
 from reshard.runs import IntArray
-from reshard.torch.endpoint import (
-    MIN_ADDRESS,
-    WITH_MEMORY,
-    check_writable,
-    find_addresses,
-    is_freed,
-    list_locals,
-)
+from reshard.torch import endpoint
 from reshard.torch.exchange.packing.messages import cut
 from reshard.torch.fully_sharded import find_groups, find_storage, list_gathered
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_overlaps
@@ -160,13 +153,13 @@ class ParameterColumns:
                 local = tensor
             if local is None and sharding is not None:
                 signature: tuple[Any, ...] = (sharding, False, None, None)
-            elif type(local) in WITH_MEMORY and local.layout is torch.strided:
+            elif type(local) in endpoint.WITH_MEMORY and local.layout is torch.strided:
                 like = _LIKE(local)
                 is_part = tensor is value and is_marked(tensor)
                 is_odd = is_part or local.is_neg() or (like[1].is_complex and local.is_conj())
                 signature = (sharding, is_odd, local.stride(), like)
                 address = local.data_ptr()
-                if address < MIN_ADDRESS and is_freed(local):
+                if address < endpoint.MIN_ADDRESS and endpoint.is_freed(local):
                     return None
                 addresses.append(address)
             else:
@@ -234,7 +227,7 @@ class ParameterColumns:
         return any(signature.cut is None for signature in self.list_signatures())
 
     def _list_plain(self) -> Iterator[torch.Tensor]:
-        return (value for value in self.values if type(value) in WITH_MEMORY)
+        return (value for value in self.values if type(value) in endpoint.WITH_MEMORY)
 
 
 def _identify_placement(placement: Placement) -> object:
@@ -278,7 +271,7 @@ class LocalTensors:
     columns: ParameterColumns | None = None
 
     def __post_init__(self) -> None:
-        local_tensors = list_locals(self.tensors.values())
+        local_tensors = endpoint.list_locals(self.tensors.values())
         # The local tensor of a DTensor may change, so each run queries all of them.
         are_own = list(map(operator.is_, local_tensors, self.tensors.values()))
         self._own = local_tensors if all(are_own) else None
@@ -301,7 +294,9 @@ class LocalTensors:
 
     def list_changes(self) -> Iterator[tuple[str, str]]:
         """Yield tensors whose memory changed since they were listed, and the change."""
-        local_tensors = list_locals(self.tensors.values()) if self._own is None else self._own
+        local_tensors = (
+            endpoint.list_locals(self.tensors.values()) if self._own is None else self._own
+        )
         now = list(map(torch.Tensor.data_ptr, local_tensors))
         # Nearly always none has changed.
         if now != self._addresses:
@@ -435,7 +430,7 @@ def check_memory(
     ]
     for name, local in after.list_gaps():
         try:
-            check_writable(local, None)
+            endpoint.check_writable(local, None)
         except ShardError as error:
             problems.append(f"{name}: {error}")
     # Usually the targets are disjoint, and there is nothing else to check.
@@ -543,7 +538,7 @@ def _list_spans(tensors: Mapping[str, torch.Tensor], memory: MemoryColumns) -> l
     """Return the device, first byte, end and name of tensors with elements."""
     ends: dict[int, tuple[str, int]] = {}
     for number, first in memory.firsts(list(tensors.values())).items():
-        begin, end = find_addresses(first)
+        begin, end = endpoint.find_addresses(first)
         ends[number] = str(first.device), end - begin
     return [
         (device, begin, begin + size_bytes, name)

@@ -53,17 +53,8 @@ from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.naming import Fusion
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
+from reshard.torch import fully_sharded
 from reshard.torch.forward_copies import can_merge, find_copies, find_merged
-from reshard.torch.fully_sharded import (
-    find_detached,
-    find_partition,
-    find_shard,
-    find_storage,
-    is_partitioned,
-    list_flat_parameters,
-    list_handles,
-    partitions_parameters,
-)
 from reshard.torch.models.naming import Naming, resolve_name
 
 
@@ -176,7 +167,7 @@ def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
 
     Raises ShardError for tensors of the state dict with other memory.
     """
-    handles = list_handles(module)
+    handles = fully_sharded.list_handles(module)
     if handles:
         return _list_flat_memory(module, handles)
     tensors = {
@@ -184,7 +175,7 @@ def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE)
     }
-    if detached := find_detached(module):
+    if detached := fully_sharded.find_detached(module):
         raise ShardError(
             f"{detached}: replaced after FSDP2's first forward, which goes on computing with the "
             "shard that it had; copy into that one (load_state_dict without assign=True)"
@@ -203,9 +194,11 @@ def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
         }
         # A view of a parameter is its memory; the parameter counts writes.
         by_view = {_describe_view(tensor): tensor for tensor in parameters.values()}
-        storages = set(map(find_storage, parameters.values())) - {0}
+        storages = set(map(fully_sharded.find_storage, parameters.values())) - {0}
         tensors |= {name: by_view.get(_describe_view(value), value) for name, value in odd.items()}
-        copies = [name for name, value in odd.items() if find_storage(value) not in storages]
+        copies = [
+            name for name, value in odd.items() if fully_sharded.find_storage(value) not in storages
+        ]
         if copies:
             shown = ", ".join(copies[:_SHOWN]) + ", ..." * (len(copies) > _SHOWN)
             raise ShardError(
@@ -215,9 +208,9 @@ def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
                 "module, such as dict(module.named_parameters()); of a quantised module, the "
                 "module that it was made of"
             )
-    candidates = tensors.items() if partitions_parameters() else ()
-    for name in [name for name, value in candidates if is_partitioned(value)]:
-        tensors[name] = find_partition(tensors[name])
+    candidates = tensors.items() if fully_sharded.partitions_parameters() else ()
+    for name in [name for name, value in candidates if fully_sharded.is_partitioned(value)]:
+        tensors[name] = fully_sharded.find_partition(tensors[name])
     return tensors
 
 
@@ -226,7 +219,7 @@ def _list_flat_memory(module: torch.nn.Module, handles: Sequence[Any]) -> dict[s
     flat = {
         (id(part), name): value
         for handle in handles
-        for part, name, value in list_flat_parameters(handle)
+        for part, name, value in fully_sharded.list_flat_parameters(handle)
     }
     flat_ids = {id(handle.flat_param) for handle in handles}
     tensors: dict[str, Any] = {}
@@ -255,7 +248,7 @@ def _clean_name(name: str) -> str:
 
 def _describe_view(tensor: torch.Tensor) -> object:
     local = getattr(tensor, "_local_tensor", tensor)
-    if not find_storage(local):
+    if not fully_sharded.find_storage(local):
         return id(tensor)
     where = local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
     return (type(tensor) is DTensor, tuple(tensor.shape), *where)
@@ -347,11 +340,13 @@ class ModuleSlots:
 
 
 def _list_shards(module: torch.nn.Module) -> Iterator[tuple[Callable[[], torch.Tensor], str]]:
-    for handle in list_handles(module):
+    for handle in fully_sharded.list_handles(module):
         name = type(handle._fully_sharded_module).__name__
-        yield partial(find_shard, handle), f"the flat parameter of {name}"
-    for name, parameter in module.named_parameters() if partitions_parameters() else ():
-        if is_partitioned(parameter):
+        yield partial(fully_sharded.find_shard, handle), f"the flat parameter of {name}"
+    for name, parameter in (
+        module.named_parameters() if fully_sharded.partitions_parameters() else ()
+    ):
+        if fully_sharded.is_partitioned(parameter):
             yield partial(getattr, parameter, "ds_tensor"), name
 
 

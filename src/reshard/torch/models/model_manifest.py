@@ -52,17 +52,7 @@ from reshard.layout import Layout
 from reshard.megatron.names import MegatronNames, PipelineLayers
 from reshard.megatron.parameters import LocalParameter, MegatronParameter, gather_parameters
 from reshard.megatron.ranks import MegatronGrids, MegatronRanks
-from reshard.plans.documents import (
-    DocumentReader,
-    DocumentWriter,
-    pack_column,
-    read_dtype,
-    read_int,
-    read_ints,
-    read_json,
-    read_strings,
-    unpack_column,
-)
+from reshard.plans import documents
 from reshard.recipes.naming import Fusion
 from reshard.runs import IntArray, RunTable, find_distinct
 from reshard.sharding import ShardingSpec
@@ -653,7 +643,7 @@ def write_names(manifest: ModelManifest) -> str:
         "own_names": [] if columns.are_own else list(columns.own_names),
         "local_names": list(columns.local_names),
     }
-    return DocumentWriter().document(_NAMES, content)
+    return documents.DocumentWriter().document(_NAMES, content)
 
 
 def write_manifest(manifest: ModelManifest) -> str:
@@ -663,7 +653,7 @@ def write_manifest(manifest: ModelManifest) -> str:
     >>> read_manifest(write_manifest(manifest), read_names(write_names(manifest))) == manifest
     True
     """
-    writer, columns = DocumentWriter(), manifest.columns
+    writer, columns = documents.DocumentWriter(), manifest.columns
     content = {
         "first_rank": manifest.first_rank,
         "problems": list(manifest.problems),
@@ -673,13 +663,13 @@ def write_manifest(manifest: ModelManifest) -> str:
         # Numbers of several kinds have no order that packing as a grid would shorten.
         "kind_of": list(columns.kind_of)
         if len(columns.kinds) > 1
-        else pack_column(columns.kind_of),
+        else documents.pack_column(columns.kind_of),
         "samples": list(columns.samples),
     }
     return writer.document(_KIND, content)
 
 
-def _write_kind(kind: Entry, writer: DocumentWriter) -> dict[str, Any]:
+def _write_kind(kind: Entry, writer: documents.DocumentWriter) -> dict[str, Any]:
     written: dict[str, Any] = {"dtype": kind.dtype, "shape": kind.shape}
     if kind.layout is not None:
         written["layout"] = writer.layout(kind.layout)
@@ -701,7 +691,9 @@ def _write_names(names: MegatronNames) -> dict[str, Any]:
     if isinstance(ranks, MegatronRanks):
         written: dict[str, Any] = {"sizes": asdict(ranks)}
     else:
-        written = {"grids": [DocumentWriter.mesh(mesh) for mesh in (ranks.dense, ranks.expert)]}
+        written = {
+            "grids": [documents.DocumentWriter.mesh(mesh) for mesh in (ranks.dense, ranks.expert)]
+        }
     layers = None if names.layers is None else [list(chunk) for chunk in names.layers.counts]
     return {**written, "layers": layers, "num_experts": names.num_experts, "stack": names.stack}
 
@@ -712,9 +704,9 @@ def read_names(text: str) -> NameColumns:
     Raises:
         ReshardError: text that is not such a document.
     """
-    reader = DocumentReader(text, [_NAMES])
+    reader = documents.DocumentReader(text, [_NAMES])
     names, own_names, local_names = (
-        read_strings(reader.field(column, list), column)
+        documents.read_strings(reader.field(column, list), column)
         for column in ("names", "own_names", "local_names")
     )
     for column, column_values in (("own_names", own_names), ("local_names", local_names)):
@@ -728,23 +720,23 @@ def read_manifest(text: str, names: NameColumns) -> ModelManifest:
     Raises:
         ReshardError: text that is not such a document, or invalid values.
     """
-    reader = DocumentReader(text, [_KIND])
+    reader = documents.DocumentReader(text, [_KIND])
     field = reader.field
     kinds = reader.all_of("kinds", lambda value, where: _read_kind(reader, value, where))
-    kind_of = unpack_column(field("kind_of", list), "kind_of")
+    kind_of = documents.unpack_column(field("kind_of", list), "kind_of")
     if len(kind_of) != len(names.names):
         raise NotationError(f"kind_of: {len(kind_of)} kinds of {len(names.names)} tensors")
     for number in (kind_of.min(), kind_of.max()) if len(kind_of) else ():
         reader.chosen(kinds, int(number), "kind_of")
-    samples = read_strings(field("samples", list), "samples")
+    samples = documents.read_strings(field("samples", list), "samples")
     _check_length(samples, names.names, "samples")
     megatron = reader.all_of("megatron", lambda value, where: _read_names(reader, value, where))
     return ModelManifest(
         EntryColumns(names, kinds, kind_of.tolist(), samples),
         megatron[0] if megatron else None,
-        read_int(field("first_rank", int), "first_rank"),
-        tuple(read_strings(field("problems", list), "problems")),
-        tuple(read_strings(field("unmatched", list), "unmatched")),
+        documents.read_int(field("first_rank", int), "first_rank"),
+        tuple(documents.read_strings(field("problems", list), "problems")),
+        tuple(documents.read_strings(field("unmatched", list), "unmatched")),
     )
 
 
@@ -794,14 +786,14 @@ def read_manifests(
     return {rank: known[message] for rank, message in messages.items()}
 
 
-def _read_kind(reader: DocumentReader, value: Any, where: str) -> Entry:
+def _read_kind(reader: documents.DocumentReader, value: Any, where: str) -> Entry:
     """Return what several tensors have in common."""
-    read_json(value, dict, where)
+    documents.read_json(value, dict, where)
     dtype, shape = value.get("dtype"), value.get("shape")
     fields_read: dict[str, Any] = {
-        "dtype": None if dtype is None else read_dtype(dtype, f"{where}.dtype").name,
-        "shape": None if shape is None else read_ints(shape, f"{where}.shape", 0),
-        "chunk": read_int(value.get("chunk", 0), f"{where}.chunk", 0),
+        "dtype": None if dtype is None else documents.read_dtype(dtype, f"{where}.dtype").name,
+        "shape": None if shape is None else documents.read_ints(shape, f"{where}.shape", 0),
+        "chunk": documents.read_int(value.get("chunk", 0), f"{where}.chunk", 0),
     }
     if "layout" in value:
         fields_read["layout"] = reader.chosen(reader.layouts, value["layout"], f"{where}.layout")
@@ -812,11 +804,13 @@ def _read_kind(reader: DocumentReader, value: Any, where: str) -> Entry:
     if "spec" in value:
         fields_read["spec"] = _read_spec(reader, value["spec"], f"{where}.spec")
     if "alias_of" in value:
-        (fields_read["alias_of"],) = read_strings([value["alias_of"]], f"{where}.alias_of")
+        (fields_read["alias_of"],) = documents.read_strings(
+            [value["alias_of"]], f"{where}.alias_of"
+        )
     return Entry("", **fields_read)
 
 
-def _read_spec(reader: DocumentReader, value: Any, where: str) -> ShardingSpec:
+def _read_spec(reader: documents.DocumentReader, value: Any, where: str) -> ShardingSpec:
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], str):
         raise NotationError(f"{where}: {value!r} is not a mesh and a sharding")
     return parse_spec(reader.mesh(value[0], where), value[1])
@@ -824,32 +818,34 @@ def _read_spec(reader: DocumentReader, value: Any, where: str) -> ShardingSpec:
 
 def _read_parameter(value: Any, where: str) -> LocalParameter:
     values = _check_fields(value, LocalParameter, where)
-    values["shape"] = read_ints(values["shape"], f"{where}.shape", 0)
+    values["shape"] = documents.read_ints(values["shape"], f"{where}.shape", 0)
     for name in ("tensor_model_parallel", "is_expert"):
         if not isinstance(values[name], bool):
             raise NotationError(f"{where}.{name}: {values[name]!r} is not true or false")
     for name in ("partition_dim", "partition_stride", "heads", "true_length"):
         if values[name] is not None or name.startswith("partition"):
-            read_int(values[name], f"{where}.{name}")
+            documents.read_int(values[name], f"{where}.{name}")
     if values["partition_sizes"] is not None:
-        values["partition_sizes"] = read_ints(values["partition_sizes"], f"{where}.sizes", 0)
+        values["partition_sizes"] = documents.read_ints(
+            values["partition_sizes"], f"{where}.sizes", 0
+        )
     if values["dtype"] is not None:
-        values["dtype"] = read_dtype(values["dtype"], f"{where}.dtype").name
+        values["dtype"] = documents.read_dtype(values["dtype"], f"{where}.dtype").name
     return LocalParameter(**values)
 
 
 def _read_fusion(value: Any, where: str) -> Fusion:
     values = _check_fields(value, Fusion, where)
-    values["members"] = tuple(read_strings(values["members"], f"{where}.members"))
-    read_json(values["when"], str, f"{where}.when")
+    values["members"] = tuple(documents.read_strings(values["members"], f"{where}.members"))
+    documents.read_json(values["when"], str, f"{where}.when")
     return Fusion(**values)
 
 
-def _read_names(reader: DocumentReader, value: Any, where: str) -> MegatronNames:
-    read_json(value, dict, where)
+def _read_names(reader: documents.DocumentReader, value: Any, where: str) -> MegatronNames:
+    documents.read_json(value, dict, where)
     if "sizes" in value:
         sizes = _check_fields(value["sizes"], MegatronRanks, where)
-        read_json(sizes["order"], str, f"{where}.order")
+        documents.read_json(sizes["order"], str, f"{where}.order")
         ranks: MegatronRanks | MegatronGrids = MegatronRanks(**sizes)
     else:
         grids = reader.field("grids", list, of=value)
@@ -859,9 +855,9 @@ def _read_names(reader: DocumentReader, value: Any, where: str) -> MegatronNames
     layers, num_experts = value.get("layers"), value.get("num_experts")
     if layers is not None:
         chunks = reader.field("layers", list, of=value)
-        layers = PipelineLayers(tuple(read_ints(chunk, where) for chunk in chunks))
+        layers = PipelineLayers(tuple(documents.read_ints(chunk, where) for chunk in chunks))
     if num_experts is not None:
-        read_int(num_experts, f"{where}.num_experts", 1)
+        documents.read_int(num_experts, f"{where}.num_experts", 1)
     stack = reader.field("stack", str, of=value)
     return MegatronNames(ranks, layers, num_experts, stack)
 

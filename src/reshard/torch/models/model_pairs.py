@@ -36,16 +36,8 @@ from reshard.recipes.recipe import Recipe
 from reshard.text import first_text
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.models import megatron_models
 from reshard.torch.models.local_tensors import LocalTensors
-from reshard.torch.models.megatron_models import (
-    MegatronConfig,
-    describe_groups,
-    find_groups,
-    find_names,
-    list_parameters,
-    read_config,
-    read_groups,
-)
 from reshard.torch.models.model_inputs import MegatronModel, Model, list_chunks, tensors_of
 from reshard.torch.models.naming import Naming, find_entry, renamed, resolve_name
 from reshard.torch.models.parameters import list_tensors
@@ -305,7 +297,7 @@ class _SideDescription:
     by_rank: Mapping[int, Mapping[str, Any]]
 
     @property
-    def config(self) -> MegatronConfig | None:
+    def config(self) -> megatron_models.MegatronConfig | None:
         """The specification of a Megatron model by its first rank, with the `unlike` of all."""
         configs = [
             description["config"]
@@ -317,7 +309,7 @@ class _SideDescription:
         unlike = dict.fromkeys(
             difference for description in configs for difference in description["unlike"]
         )
-        return MegatronConfig(**{**configs[0], "unlike": tuple(unlike)})
+        return megatron_models.MegatronConfig(**{**configs[0], "unlike": tuple(unlike)})
 
     @property
     def is_tied(self) -> bool:
@@ -355,7 +347,7 @@ class _SideDescription:
 
 def _read_module(model: Model) -> Model:
     """Return a module with Megatron's process groups as a MegatronModel."""
-    if isinstance(model, torch.nn.Module) and find_groups(model) is not None:
+    if isinstance(model, torch.nn.Module) and megatron_models.find_groups(model) is not None:
         return MegatronModel(model)
     return model
 
@@ -401,9 +393,9 @@ def _describe_side(side: SideModel, group: RankGroup) -> dict[str, Any] | None:
         if not isinstance(model, MegatronModel):
             return description | _describe_others(tensors_of(model), side.naming)
         if model.names is None:
-            description["groups"] = asdict(describe_groups(model, group))
+            description["groups"] = asdict(megatron_models.describe_groups(model, group))
             description["problem"] = description["groups"]["problem"]
-        config = read_config(model) if not description["problem"] else None
+        config = megatron_models.read_config(model) if not description["problem"] else None
         # Given names belong to models that need no counterpart on the Hub.
         description["config"] = None if config is None else asdict(config)
     except ReshardError as error:
@@ -462,10 +454,10 @@ def _find_names(
             read = {
                 n: item
                 for n, described in groups.items()
-                if (item := read_groups(described)) is not None
+                if (item := megatron_models.read_groups(described)) is not None
             }
             own = description.config.num_experts if description.config is not None else None
-            names = find_names(read, num_experts or own)
+            names = megatron_models.find_names(read, num_experts or own)
     except ReshardError as error:
         own_problems.append(f"the {side}: {error}")
     problems += own_problems
@@ -531,7 +523,7 @@ def _name_side(
     if model.names is None:
         model = replace(model, names=names)
     elif model.names.num_experts is None and num_experts is None and hub is not None:
-        config = read_config(model)
+        config = megatron_models.read_config(model)
         own = None if config is None else config.num_experts
         model = replace(model, names=replace(model.names, num_experts=own))
     if hub is None:
@@ -539,7 +531,9 @@ def _name_side(
     own_names = [
         name
         for chunk in list_chunks(model)
-        for name, _, _ in (list_parameters(chunk, model.names) if model.names is not None else ())
+        for name, _, _ in (
+            megatron_models.list_parameters(chunk, model.names) if model.names is not None else ()
+        )
     ]
     unnamed = hub.list_unnamed(own_names)
     problems = model.problems
@@ -557,7 +551,7 @@ def _say_padding(
     model: MegatronModel, own_names: Sequence[str], other: _SideDescription
 ) -> Mapping[str, Mapping[str, Any]]:
     """Return the given parameters, with the vocabulary's length if it may be padded."""
-    config = read_config(model)
+    config = megatron_models.read_config(model)
     length = (config.vocabulary if config is not None else None) or other.vocabulary
     if length is None or not isinstance(model.parameters, Mapping):
         return model.parameters

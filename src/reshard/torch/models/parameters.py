@@ -21,42 +21,13 @@ from reshard.layout import Layout
 from reshard.megatron.ranks import MegatronGrids
 from reshard.recipes.naming import Fusion
 from reshard.sharding import ShardingSpec
-from reshard.torch.endpoint import (
-    FREED,
-    WITH_MEMORY,
-    is_freed,
-    local_of,
-    place_sharding,
-    sharding_of_dtensor,
-    sharding_of_placements,
-)
+from reshard.torch import endpoint
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.models.local_tensors import (
-    ListingCache,
-    LocalTensors,
-    ParameterColumns,
-    is_marked,
-    sample_digest,
-)
+from reshard.torch.models import local_tensors, model_inputs, model_manifest
 from reshard.torch.models.megatron_models import (
     add_attributes,
     cut_members,
     list_parameters,
-)
-from reshard.torch.models.model_inputs import (
-    LayoutModel,
-    MegatronModel,
-    Model,
-    list_chunks,
-    tensors_of,
-)
-from reshard.torch.models.model_manifest import (
-    Entry,
-    EntryColumns,
-    ModelManifest,
-    NameColumns,
-    Shape,
-    shift_ranks,
 )
 from reshard.torch.models.naming import Naming, find_entry, member_pattern, resolve_name
 from reshard.torch.partitioned_tensor import PartitionedTensor
@@ -114,18 +85,18 @@ _OFFLOADED = (
     "accelerate.hooks.remove_hook_from_submodules does)"
 )
 # Listings of this process.
-_KNOWN = ListingCache()
+_KNOWN = local_tensors.ListingCache()
 
 
 def list_tensors(
-    model: Model,
+    model: model_inputs.Model,
     naming: Naming | None = None,
     stacks: Mapping[str, str] | None = None,
     offset: int | None = None,
     *,
     group: RankGroup,
     takes_samples: bool = False,
-) -> LocalTensors:
+) -> local_tensors.LocalTensors:
     """Return this rank's tensors of a model. Problems are stored in the manifest, for all ranks to
     raise.
 
@@ -139,13 +110,13 @@ def list_tensors(
         takes_samples: whether to add samples of plain tensors, for comparison between ranks.
     """
     lister = _Lister(naming, stacks, group, takes_samples)
-    names = model.names if isinstance(model, MegatronModel) else None
+    names = model.names if isinstance(model, model_inputs.MegatronModel) else None
     try:
         lister.problems += getattr(model, "problems", ())
         if names is None or not isinstance(names.ranks, MegatronGrids):
             # Process groups have the group's rank numbers; other models count from a first rank.
             lister.first_rank = _find_first_rank(model, offset, group)
-        if isinstance(model, MegatronModel):
+        if isinstance(model, model_inputs.MegatronModel):
             lister.add_megatron(model)
         elif model is not None:
             lister.add_all(model)
@@ -157,23 +128,27 @@ def list_tensors(
     if lister.known is not None:
         return lister.known
     problems, first_rank = tuple(lister.problems), lister.first_rank
-    manifest = ModelManifest(lister.columns(), names, first_rank, problems, lister.unmatched)
+    manifest = model_manifest.ModelManifest(
+        lister.columns(), names, first_rank, problems, lister.unmatched
+    )
     described = None if problems else lister.described
-    listed = LocalTensors(manifest, lister.tensors, lister.locals, described, lister.given)
+    listed = local_tensors.LocalTensors(
+        manifest, lister.tensors, lister.locals, described, lister.given
+    )
     _KNOWN.keep(listed)
     return listed
 
 
-def _find_first_rank(model: Model, offset: int | None, group: RankGroup) -> int:
+def _find_first_rank(model: model_inputs.Model, offset: int | None, group: RankGroup) -> int:
     """Return the group's number of a model's rank 0.
 
     Raises ShardError if the model contradicts the offset, or there is no such rank.
     """
-    counts = isinstance(model, MegatronModel) or (
+    counts = isinstance(model, model_inputs.MegatronModel) or (
         isinstance(model, Mapping)
         and any(issubclass(kind, tuple) for kind in set(map(type, model.values())))
     )
-    layout_model = model if isinstance(model, LayoutModel) else None
+    layout_model = model if isinstance(model, model_inputs.LayoutModel) else None
     if not counts or (offset is not None and layout_model is None):
         return offset or 0
     home = layout_model.first_rank if layout_model is not None else 0
@@ -205,18 +180,18 @@ class _Lister:
         self._own_names: list[str] = []
         self._local_names: list[str] = []
         self._samples: list[str] = []
-        self._kinds: dict[Entry, int] = {}
+        self._kinds: dict[model_manifest.Entry, int] = {}
         self._kind_of: list[int] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.locals: dict[str, torch.Tensor] = {}
         self.unmatched: tuple[str, ...] = ()
         self.problems: list[str] = []
         # The cached listing, or the description by which it can be reused.
-        self.known: LocalTensors | None = None
+        self.known: local_tensors.LocalTensors | None = None
         self.described: object = None
-        self.given: ParameterColumns | None = None
+        self.given: local_tensors.ParameterColumns | None = None
 
-    def columns(self) -> EntryColumns:
+    def columns(self) -> model_manifest.EntryColumns:
         """Return the listed entries."""
         local_names, samples = (
             column if any(column) else () for column in (self._local_names, self._samples)
@@ -224,11 +199,16 @@ class _Lister:
         # If own names are the common names, share one list.
         is_own = self._own_names == self._names
         own_names = self._names if is_own else self._own_names
-        names = NameColumns(self._names, own_names, local_names)
-        return EntryColumns(names, tuple(self._kinds), self._kind_of, samples)
+        names = model_manifest.NameColumns(self._names, own_names, local_names)
+        return model_manifest.EntryColumns(names, tuple(self._kinds), self._kind_of, samples)
 
     def _list(
-        self, name: str, own_name: str, kind: Entry, sample: str = "", local_name: str = ""
+        self,
+        name: str,
+        own_name: str,
+        kind: model_manifest.Entry,
+        sample: str = "",
+        local_name: str = "",
     ) -> None:
         self._names.append(name)
         self._own_names.append(own_name)
@@ -236,12 +216,12 @@ class _Lister:
         self._samples.append(sample)
         self._kind_of.append(self._number_kind(kind))
 
-    def _number_kind(self, kind: Entry) -> int:
+    def _number_kind(self, kind: model_manifest.Entry) -> int:
         return self._kinds.setdefault(kind, len(self._kinds))
 
     def add_all(self, model: torch.nn.Module | Mapping[str, Any]) -> None:
         """List the tensors of a model that is not Megatron's."""
-        given = dict(tensors_of(model))
+        given = dict(model_inputs.tensors_of(model))
         own_names = list(given)
         if isinstance(model, torch.nn.Module) and tuple in set(map(type, given.values())):
             # FSDP1 and ZeRO-3 count the ranks of this job, whatever the offset.
@@ -249,7 +229,7 @@ class _Lister:
         for name in own_names:
             if not isinstance(name, str):
                 raise UsageError(f"a tensor named {name!r}; give names that are texts")
-        if isinstance(model, LayoutModel) and model.own_names:
+        if isinstance(model, model_inputs.LayoutModel) and model.own_names:
             pairs = ((name, model.own_names.get(name, name)) for name in given)
             own_names = [name if name == own else f"{name}, as {own}" for name, own in pairs]
         meanings: list[tuple[str, Fusion | None]] = [(name, None) for name in given]
@@ -272,7 +252,7 @@ class _Lister:
 
     def _add_columns(
         self,
-        columns: ParameterColumns,
+        columns: local_tensors.ParameterColumns,
         values: Sequence[Any],
         own_names: list[str],
         meanings: Sequence[tuple[str, Fusion | None]],
@@ -313,21 +293,23 @@ class _Lister:
         if self._takes_samples and columns.have_plain:
             are_plain = [signature.cut is None for signature in signatures]
             self._samples = [
-                sample_digest(local) if local is not None and are_plain[number] else ""
+                local_tensors.sample_digest(local)
+                if local is not None and are_plain[number]
+                else ""
                 for local, number in zip(columns.locals, columns.numbers, strict=True)
             ]
         return True
 
-    def _describe_kind(self, name: str, value: Any, fusion: Fusion | None) -> Entry:
+    def _describe_kind(self, name: str, value: Any, fusion: Fusion | None) -> model_manifest.Entry:
         """Return the kind of a tensor, without a shape if this rank has no part of it."""
         spec = layout = None
         if isinstance(value, tuple):
             value, given = value
             if given not in self._shifted:
-                self._shifted[given] = shift_ranks(given, self.first_rank)
+                self._shifted[given] = model_manifest.shift_ranks(given, self.first_rank)
             layout = self._shifted[given]
             if value is None:
-                return Entry("", None, None, layout, fusion=fusion)
+                return model_manifest.Entry("", None, None, layout, fusion=fusion)
         elif isinstance(value, PartitionedTensor):
             spec, layout = self._describe_partitioned(name, value)
             value = value.local
@@ -336,7 +318,9 @@ class _Lister:
         has_part = layout is None or self._group.rank in layout.local_shapes
         local = value._local_tensor if isinstance(value, DTensor) else value
         shape = tuple(local.shape) if has_part else None
-        return Entry("", _name_dtype(value.dtype), shape, layout, fusion=fusion, spec=spec)
+        return model_manifest.Entry(
+            "", _name_dtype(value.dtype), shape, layout, fusion=fusion, spec=spec
+        )
 
     def _add(self, given: Any, own_name: str, name: str, fusion: Fusion | None) -> None:
         is_laid = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Layout)
@@ -359,7 +343,7 @@ class _Lister:
             raise UsageError(
                 f"{own_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
             )
-        if value is given and is_marked(value):
+        if value is given and local_tensors.is_marked(value):
             self.problems.append(
                 f"{own_name}: a part of a tensor, by Megatron's tensor_model_parallel=True, and "
                 "not a whole one; give its module as MegatronModel(module, names or groups=...), "
@@ -373,7 +357,11 @@ class _Lister:
             self._add_members(name, own_name, pattern, value, local, kind.layout)
             return
         self._register(name, value, local, kind.shape is not None)
-        sample = sample_digest(local) if kind.layout is None and self._takes_samples else ""
+        sample = (
+            local_tensors.sample_digest(local)
+            if kind.layout is None and self._takes_samples
+            else ""
+        )
         self._list(name, own_name, kind, sample)
 
     def _describe(self, value: DTensor) -> tuple[ShardingSpec, Layout]:
@@ -381,7 +369,7 @@ class _Lister:
         spec_of = value._spec
         key = spec_of.mesh, spec_of.placements, value.shape, getattr(spec_of, "shard_order", None)
         if key not in self._described:
-            spec = place_sharding(sharding_of_dtensor(value), self._group)
+            spec = endpoint.place_sharding(endpoint.sharding_of_dtensor(value), self._group)
             self._described[key] = spec, spec.layout(tuple(value.shape))
         return self._described[key]
 
@@ -395,8 +383,8 @@ class _Lister:
                 f"{name!r} is a PartitionedTensor of which each rank knows its own splits only; "
                 "give gather_splits() of it, which all its ranks call"
             )
-        spec = sharding_of_placements(value.mesh, [placement], len(shape))
-        spec = place_sharding(spec, self._group)
+        spec = endpoint.sharding_of_placements(value.mesh, [placement], len(shape))
+        spec = endpoint.place_sharding(spec, self._group)
         return spec, spec.layout(shape)
 
     def _find_name(self, own_name: str) -> tuple[str, Fusion | None]:
@@ -404,21 +392,25 @@ class _Lister:
         resolved = resolve_name(own_name, self._naming)
         return (own_name, resolved) if isinstance(resolved, Fusion) else (resolved, None)
 
-    def add_megatron(self, model: MegatronModel) -> None:
+    def add_megatron(self, model: model_inputs.MegatronModel) -> None:
         names = model.names
         if names is None:
             raise UsageError("a MegatronModel without names; give them, or let the refit find them")
         if not isinstance(model.parameters, Mapping):
             raise UsageError(f"parameters={model.parameters!r} of a MegatronModel; give a table")
         # The refit reports it if all ranks agree: another stage may have the parameter.
-        own_names = [name for chunk in list_chunks(model) for name, _ in tensors_of(chunk)]
+        own_names = [
+            name
+            for chunk in model_inputs.list_chunks(model)
+            for name, _ in model_inputs.tensors_of(chunk)
+        ]
         self.unmatched = tuple(
             entry
             for entry in model.parameters
             if not any(find_entry(name, {entry: True}) for name in own_names)
         )
         rank = self._group.rank - self.first_rank
-        for number, chunk in enumerate(list_chunks(model)):
+        for number, chunk in enumerate(model_inputs.list_chunks(model)):
             for own_name, value, parameter in list_parameters(chunk, names):
                 whole = names.global_name(own_name, rank, number)
                 if names.expert(whole) is not None:
@@ -435,7 +427,7 @@ class _Lister:
                     parameter = cut_members(parameter, fusion)
                 self._register(name, value, local)
                 shape = tuple(local.shape)
-                kind = Entry(
+                kind = model_manifest.Entry(
                     "", parameter.dtype, shape, None, parameter, chunk=number, fusion=fusion
                 )
                 self._list(name, whole, kind, local_name=own_name)
@@ -452,16 +444,16 @@ class _Lister:
             self.problems.append(f"{name}: conjugate or negative; give resolve_conj() of it")
             return None
         # Plain tensors have nothing to wait for or to resolve.
-        if type(value) in WITH_MEMORY:
+        if type(value) in endpoint.WITH_MEMORY:
             local: torch.Tensor | None = value.detach()
         else:
             try:
-                local = local_of(value)
+                local = endpoint.local_of(value)
             except ShardError as error:
                 self.problems.append(f"{name}: {error}")
                 return None
-        if type(local) in WITH_MEMORY and is_freed(local):
-            self.problems.append(f"{name}: {FREED}")
+        if type(local) in endpoint.WITH_MEMORY and endpoint.is_freed(local):
+            self.problems.append(f"{name}: {endpoint.FREED}")
             return None
         return local
 
@@ -520,13 +512,13 @@ class _Lister:
         name: str,
         own_name: str,
         dtype: str | None,
-        shape: Shape | None,
+        shape: model_manifest.Shape | None,
         layout: Layout | None,
     ) -> None:
         """List a member of a stack by its common name; it may be fused itself."""
         resolved = resolve_name(name, self._naming) if isinstance(self._naming, Mapping) else None
         fusion = resolved if isinstance(resolved, Fusion) else None
-        self._list(name, own_name, Entry("", dtype, shape, layout, fusion=fusion))
+        self._list(name, own_name, model_manifest.Entry("", dtype, shape, layout, fusion=fusion))
 
 
 @lru_cache(maxsize=64)

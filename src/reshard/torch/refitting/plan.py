@@ -26,15 +26,9 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
+from reshard.plans import schedule
 from reshard.plans.hierarchical import StagedJob
 from reshard.plans.job import Job
-from reshard.plans.schedule import (
-    ALIGNMENT_BYTES,
-    PipelineSpan,
-    align,
-    divide_pipelines,
-    fill_batches,
-)
 from reshard.topology import Topology
 from reshard.torch.programs.phases import between_bytes
 from reshard.torch.programs.run import method_digest
@@ -61,7 +55,7 @@ class PartItem(NamedTuple):
     chosen: TensorMethod = BY_EXCHANGE
     handed_on: tuple[Transfers, ...] = ()
     whole_stages: tuple[Transfers, ...] = ()
-    span: PipelineSpan = PipelineSpan()
+    span: schedule.PipelineSpan = schedule.PipelineSpan()
 
     @property
     def stages(self) -> tuple[tuple[LayoutChange, Transfers], ...]:
@@ -141,13 +135,13 @@ class RefitPlan:
         return StagedJob(job_of(matches), self.topology)
 
     @cached_property
-    def spans(self) -> dict[str, PipelineSpan]:
+    def spans(self) -> dict[str, schedule.PipelineSpan]:
         """The position of each staged tensor in the pipeline of its batch."""
         sizes: dict[int, dict[str, int]] = {}
         for (match, chosen), batch in zip(self.moves, self.batches, strict=True):
             if _has_stages(chosen):
                 sizes.setdefault(batch, {})[match.name] = count_bytes(match)
-        return divide_pipelines(sizes.values(), self.staged.parts if self.staged else 1)
+        return schedule.divide_pipelines(sizes.values(), self.staged.parts if self.staged else 1)
 
     @cached_property
     def digest(self) -> str:
@@ -175,7 +169,7 @@ class RefitPlan:
                     f"extra_bytes leaves {self.staging_bytes}; give at least {2 * size_bytes}"
                 )
         # Batches after the buckets, filled in the order of the tensors.
-        batch_of = fill_batches(needed_bytes, self.staging_bytes)
+        batch_of = schedule.fill_batches(needed_bytes, self.staging_bytes)
         buckets = max(self.bucket_of.values(), default=0) + 1
         if not batch_of and buckets == 1:
             return (0,) * len(self.matches)
@@ -215,7 +209,7 @@ class RefitPlan:
         for one in direct:
             size_bytes[one.target_name] = size_bytes.get(one.target_name, 0) + count_bytes(one)
         limit_bytes = max(self.buckets, -(-sum(size_bytes.values()) // _MAX_BUCKETS))
-        number_of = fill_batches(size_bytes, limit_bytes)
+        number_of = schedule.fill_batches(size_bytes, limit_bytes)
         return {one.name: number_of[one.target_name] for one in direct}
 
     @property
@@ -247,7 +241,7 @@ class RefitPlan:
         # A transform at the source creates all of its outputs in a single call.
         made = {m.made_of for m in self.matches if m.made_at == "source" and m.name in transfers}
         items = []
-        spans, no_span = self.spans, PipelineSpan()
+        spans, no_span = self.spans, schedule.PipelineSpan()
         for (one, chosen), batch in zip(self.moves, self.batches, strict=True):
             name = one.name
             moving = transfers.get(name)
@@ -299,7 +293,7 @@ def list_complete_names(
 
 def staging_limit_bytes(extra_bytes: int) -> int:
     """Return the part of a memory limit for staged elements; the rest is for messages."""
-    return extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    return extra_bytes // 2 // schedule.ALIGNMENT_BYTES * schedule.ALIGNMENT_BYTES
 
 
 def staging_bytes(match: Match, chosen: TensorMethod = BY_EXCHANGE) -> int:
@@ -316,7 +310,7 @@ def staging_bytes(match: Match, chosen: TensorMethod = BY_EXCHANGE) -> int:
         elements = np.zeros(layout.slots, dtype=np.int64)
         # Sum over all cells of each rank.
         np.add.at(elements, layout.cell_slot, layout.cell_shape.prod(axis=1))
-        found_bytes += align(int(elements.max(initial=0)) * itemsize)
+        found_bytes += schedule.align(int(elements.max(initial=0)) * itemsize)
     return found_bytes
 
 

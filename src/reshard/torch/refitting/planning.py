@@ -27,14 +27,7 @@ from reshard.text import first_lines
 from reshard.topology import Topology
 from reshard.torch.exchange.agreement import gather_all, scatter
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.models.model_manifest import (
-    ModelManifest,
-    assemble_tensors,
-    find_alias_names,
-    find_tied_names,
-    read_manifests,
-    write_manifests,
-)
+from reshard.torch.models import model_manifest
 from reshard.torch.models.naming import find_entry
 from reshard.torch.refitting.matching import Match, match_tensors
 from reshard.torch.refitting.methods import choose_methods
@@ -105,8 +98,8 @@ def find_transforms(names: Iterable[str], settings: RefitSettings) -> dict[str, 
 def plan_refit(
     settings: RefitSettings,
     hosts: Topology | None,
-    before: Mapping[int, ModelManifest],
-    after: Mapping[int, ModelManifest],
+    before: Mapping[int, model_manifest.ModelManifest],
+    after: Mapping[int, model_manifest.ModelManifest],
 ) -> RefitPlan:
     """Return the plan from all ranks' manifests of both models.
 
@@ -125,11 +118,11 @@ def plan_refit(
         for problem in manifest.problems
     ]
     _expect_none(unlisted)
-    source, problems = assemble_tensors(before, "source")
-    target, more = assemble_tensors(after, "target")
+    source, problems = model_manifest.assemble_tensors(before, "source")
+    target, more = model_manifest.assemble_tensors(after, "target")
     problems += more
     # A tensor that ranks describe differently is reported once, and not also as missing.
-    aliases = find_alias_names(after)
+    aliases = model_manifest.find_alias_names(after)
     unclear = _names(before) - source.keys(), _names(after) - target.keys() - aliases
     source = {name: tensor for name, tensor in source.items() if name not in unclear[1]}
     target = {name: tensor for name, tensor in target.items() if name not in unclear[0]}
@@ -146,7 +139,7 @@ def plan_refit(
         ]
     ties = settings.ties or {}
     made_by = find_transforms(target, settings)
-    one = find_tied_names(before)
+    one = model_manifest.find_tied_names(before)
     matches, more = match_tensors(
         source, target, ties, settings.cast, settings.strict, made_by, one, settings.quantized
     )
@@ -189,7 +182,7 @@ def _expect_none(problems: Sequence[str]) -> None:
         )
 
 
-def _names(manifests: Mapping[int, ModelManifest]) -> set[str]:
+def _names(manifests: Mapping[int, model_manifest.ModelManifest]) -> set[str]:
     listed = {id(names): names for names in (r.columns.names for r in manifests.values())}
     return set[str]().union(*listed.values())
 
@@ -197,8 +190,8 @@ def _names(manifests: Mapping[int, ModelManifest]) -> set[str]:
 def plan_part(
     settings: RefitSettings,
     hosts: Topology | None,
-    before: ModelManifest,
-    after: ModelManifest,
+    before: model_manifest.ModelManifest,
+    after: model_manifest.ModelManifest,
     group: RankGroup,
 ) -> tuple[RefitPart, PlanningReport, RefitPlan | None]:
     """Return this rank's part, a report of its planning, and the whole plan if known here."""
@@ -210,7 +203,7 @@ def plan_part(
     # 1. Gather the manifests of all ranks; with centralized planning, on the first rank only.
     # Names are separate from the rest: ranks with different parts of a tensor use the same names.
     (names, others), gathered_bytes = gather_all(
-        write_manifests(before, after), group, to_first=is_central
+        model_manifest.write_manifests(before, after), group, to_first=is_central
     )
     messages = {rank: (names[rank], others[rank]) for rank in ranks}
     scattered_bytes = 0
@@ -266,7 +259,7 @@ def plan_or_error(
     The error is returned, not raised, so that every rank that waits for the plan receives it.
     """
     try:
-        manifests = read_manifests(messages)
+        manifests = model_manifest.read_manifests(messages)
         plan = plan_refit(
             settings,
             hosts,

@@ -41,19 +41,12 @@ from reshard.torch.models.model_inputs import Model, ModuleSlots, find_written_c
 from reshard.torch.models.model_manifest import write_manifest
 from reshard.torch.models.model_pairs import ModelPair, NameOptions
 from reshard.torch.programs.methods import find_hosts
+from reshard.torch.refitting import tied_sources
 from reshard.torch.refitting.batches import RefitTransfer
 from reshard.torch.refitting.moves import RefitMoves, list_moves
 from reshard.torch.refitting.options import RefitOptions, RefitSettings
 from reshard.torch.refitting.plan import PartItem, RefitPart, list_complete_names
 from reshard.torch.refitting.planning import PlanningReport, find_transforms, plan_part
-from reshard.torch.refitting.tied_sources import (
-    DistantPair,
-    Pairs,
-    compare_distant,
-    describe_uncompared,
-    find_difference,
-    find_tied_pairs,
-)
 from reshard.torch.refitting.transforms import Transform
 from reshard.torch.refitting.verification import Verification, verify_part
 from reshard.torch.refitting.verification import check_replicas as compare_replicas
@@ -291,23 +284,23 @@ class Refit:
         _LATEST[self._part] = transfer
         return transfer
 
-    def _find_ties(self) -> tuple[Pairs, tuple[DistantPair, ...]]:
+    def _find_ties(self) -> tuple[tied_sources.Pairs, tuple[tied_sources.DistantPair, ...]]:
         """Return the tied source tensors that runs compare: on this rank, and between ranks."""
         ties, group = self._settings.ties, self._group
         if not ties:
             return (), ()
-        known: tuple[set[str], tuple[DistantPair, ...]] = (set(), ())
+        known: tuple[set[str], tuple[tied_sources.DistantPair, ...]] = (set(), ())
         if self._whole is not None:
             known = {match.source_name for match in self._whole.matches}, self._whole.tied
         # With centralized planning only the first rank knows all tensors.
         if self._settings.planning == "centralized":
             known = share(known, group.ranks[0], group)
         used, distant = known
-        uncompared = describe_uncompared(distant)
+        uncompared = tied_sources.describe_uncompared(distant)
         if uncompared and group.rank == group.ranks[0]:
             warnings.warn(uncompared, stacklevel=2)
         names = {pair.name for pair in distant}
-        return find_tied_pairs(ties, self._source.locals, used, names), distant
+        return tied_sources.find_tied_pairs(ties, self._source.locals, used, names), distant
 
     def free_gathered(self) -> None:
         """Free the copies that FSDP2 gathered of the source's shards (`fully_sharded`).
@@ -389,7 +382,7 @@ class Refit:
                 CallSignature(parts, problem, notes=notes), self._group
             )
             if self._distant:
-                compare_distant(self._distant, self._source.locals, self._group)
+                tied_sources.compare_distant(self._distant, self._source.locals, self._group)
         # Send all elements too if most have changed on each rank that sends any.
         self._transfer.send_all(bool(any_new or not any_like_before))
         self.is_usable = False
@@ -429,7 +422,7 @@ class Refit:
         agree(CallSignature({"refit": self._digest}, self._problem()), self._group)
         locals_of = (self._source.locals, self._target.locals)
         if self._distant:
-            compare_distant(self._distant, locals_of[0], self._group)
+            tied_sources.compare_distant(self._distant, locals_of[0], self._group)
         found = verify_part(self._part, *locals_of, self._group)
         told = first_text(found.differences, _SHOWN)
         problem = f"not the source's: {told}" if told else None
@@ -450,7 +443,7 @@ class Refit:
         if checks_source:
             for name in find_unusable(self._source.tensors):
                 return f"{name} of the source is partly new and partly old after a run that failed"
-        return find_difference(self._tied, self._source.locals) or None
+        return tied_sources.find_difference(self._tied, self._source.locals) or None
 
     @cached_property
     def complete_names(self) -> tuple[tuple[str, ...], ...]:

@@ -52,18 +52,12 @@ from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.torch_dcp.packed_archives import unpacked
+from reshard.checkpoint.storage import shared_read_cache
 from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.byte_streams import RangeStream
 from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
 from reshard.checkpoint.storage.remote_files import JOINED_BYTES, choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
-from reshard.checkpoint.storage.shared_read_cache import (
-    MAX_THREADS,
-    PIECE_BYTES,
-    ReadSpan,
-    SharedReadCache,
-    check_readers,
-)
 from reshard.checkpoint.storage.threads import run_in_threads
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, ReshardError, ShardError, UsageError
@@ -231,7 +225,7 @@ class _PartRead:
     count: int
 
     @property
-    def spans(self) -> list[ReadSpan]:
+    def spans(self) -> list[shared_read_cache.ReadSpan]:
         """The byte ranges to read, with the number of bytes read of each."""
         if self.region is None:
             return []
@@ -282,7 +276,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
         super().__init__()
         self.thread_count = thread_count
         choose_threads(thread_count, argument="thread_count")
-        self.readers_on_host = check_readers(readers_on_host)
+        self.readers_on_host = shared_read_cache.check_readers(readers_on_host)
         self._checkpoint = path if isinstance(path, Checkpoint) else None
         self.path = as_path(path.folder if isinstance(path, Checkpoint) else path)
         self.load_id = str(uuid.uuid4())
@@ -419,7 +413,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
             one
             for read in reads
             for one in _list_part_reads(
-                read, _resolve(read, planner), 2 * PIECE_BYTES, is_hull=True
+                read, _resolve(read, planner), 2 * shared_read_cache.PIECE_BYTES, is_hull=True
             )
         ]
         tasks.sort(key=lambda one: [(span.name, span.start) for span, _ in one.spans])
@@ -430,11 +424,13 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
             if file.name not in checkpoint.derived and file.name not in checkpoint.held
         }
         spans = [[span for span in one.spans if span[0].name in sizes] for one in tasks]
-        threads = min(choose_threads(self.thread_count, checkpoint.folder), MAX_THREADS)
+        threads = min(
+            choose_threads(self.thread_count, checkpoint.folder), shared_read_cache.MAX_THREADS
+        )
         place = str(checkpoint.folder)
         with (
             contextlib.closing(
-                SharedReadCache(place, self.readers_on_host, sizes, spans)
+                shared_read_cache.SharedReadCache(place, self.readers_on_host, sizes, spans)
             ) as together,
             contextlib.closing(open_sources(checkpoint, shared=together)) as files,
         ):

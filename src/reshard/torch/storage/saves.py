@@ -46,14 +46,7 @@ from reshard.checkpoint.conversion.staging import is_checkpoint_file
 from reshard.checkpoint.formats.opening import has_checkpoint
 from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME
-from reshard.checkpoint.storage.filesystem import (
-    Closing,
-    describe_two_renames,
-    remove_folder,
-    sync_folder,
-    sync_folders_under,
-    translate_os_errors,
-)
+from reshard.checkpoint.storage import filesystem
 from reshard.checkpoint.storage.local_files import TargetFile
 from reshard.checkpoint.storage.permissions import NO_LIMITS, restrict_modes
 from reshard.checkpoint.storage.range_checksums import RangeChecksums
@@ -90,16 +83,18 @@ class FolderSave:
 
         An old checkpoint is first renamed back if a save was killed between its two renames.
         """
-        with translate_os_errors("look at the folder of a new checkpoint", self._replaced):
+        with filesystem.translate_os_errors(
+            "look at the folder of a new checkpoint", self._replaced
+        ):
             if self._replaced.is_dir() and not os.path.lexists(self._target):
                 self._replaced.rename(self._target)
         make_files(self.folder, self.files)
 
     def commit(self) -> None:
         """Rename the new checkpoint to its final name. Raises RunError."""
-        with translate_os_errors("finish a new checkpoint", self.folder):
+        with filesystem.translate_os_errors("finish a new checkpoint", self.folder):
             if self._sync_files:
-                sync_folders_under(self.folder)
+                filesystem.sync_folders_under(self.folder)
             self._replace()
 
     def _replace(self) -> None:
@@ -107,10 +102,10 @@ class FolderSave:
         restrict_modes(folder, NO_LIMITS, target)
         if not os.path.lexists(target):
             folder.rename(target)
-            sync_folder(target.parent)
+            filesystem.sync_folder(target.parent)
             return
         old = self._replaced
-        remove_folder(old)
+        filesystem.remove_folder(old)
         if exchange_names(folder, target):
             folder.rename(old)
         else:
@@ -120,15 +115,15 @@ class FolderSave:
             except OSError:
                 old.rename(target)
                 raise
-            LOGGER.warning("%s", describe_two_renames(target))
-        sync_folder(target.parent)
+            LOGGER.warning("%s", filesystem.describe_two_renames(target))
+        filesystem.sync_folder(target.parent)
         # Keep files that do not belong to the old checkpoint.
         for path in sorted(old.iterdir()):
             if not (path.is_file() and is_checkpoint_file(path.name)) and not os.path.lexists(
                 target / path.name
             ):
                 shutil.move(path, target / path.name)
-        remove_folder(old)
+        filesystem.remove_folder(old)
 
 
 def expect_free(path: Path) -> None:
@@ -144,8 +139,8 @@ def make_files(folder: Path, files: Iterable[NewFile], *, is_sparse: bool = Fals
 
     Raises RunError, for example on a full disk.
     """
-    with translate_os_errors("make the folder of a new checkpoint", folder):
-        remove_folder(folder)
+    with filesystem.translate_os_errors("make the folder of a new checkpoint", folder):
+        filesystem.remove_folder(folder)
         folder.mkdir(parents=True)
         for file in files:
             path = folder / file.stored.name
@@ -163,7 +158,7 @@ def make_files(folder: Path, files: Iterable[NewFile], *, is_sparse: bool = Fals
 _REQUESTS = 16
 
 
-class RankUpload(Closing):
+class RankUpload(filesystem.Closing):
     """The upload of the files that a rank alone writes.
 
     Args:
@@ -424,8 +419,8 @@ class AddressSave:
             )
         self._upload.commit(self.folder)
         self.close()
-        with translate_os_errors("delete staged files", self.folder):
-            remove_folder(self.folder)
+        with filesystem.translate_os_errors("delete staged files", self.folder):
+            filesystem.remove_folder(self.folder)
 
     def close(self) -> None:
         """Close connections. Uploaded parts stay until another save aborts their uploads."""

@@ -35,15 +35,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from reshard import system
 from reshard.errors import RunError
 from reshard.runs import IntArray
-from reshard.system import (
-    advise_pages,
-    find_closing_flag,
-    find_peer_process,
-    is_sealed_memory,
-    make_sealed_memory,
-)
 from reshard.torch.exchange.one_host.device_memory import DeviceMemory
 from reshard.torch.exchange.one_host.direct_reads import can_be_read, pays, read_spans
 
@@ -70,7 +64,7 @@ class Segment:
     def on_host(cls, number: int, size_bytes: int) -> Segment:
         """Create a segment of at least this size. Raise OSError if that fails."""
         size_bytes = _round_up(size_bytes)
-        descriptor = make_sealed_memory(size_bytes)
+        descriptor = system.make_sealed_memory(size_bytes)
         try:
             mapped = _map(descriptor, size_bytes)
         except BaseException:
@@ -114,7 +108,7 @@ def _round_up(size_bytes: int) -> int:
 def map_segment(descriptor: int, size_bytes: int) -> torch.Tensor:
     """Map another rank's segment. Raise RuntimeError if it could shrink during a read."""
     try:
-        if not is_sealed_memory(descriptor) or os.fstat(descriptor).st_size != size_bytes:
+        if not system.is_sealed_memory(descriptor) or os.fstat(descriptor).st_size != size_bytes:
             raise RuntimeError("another rank's memory is not sealed")
         return torch.from_numpy(np.frombuffer(_map(descriptor, size_bytes), np.uint8))
     finally:
@@ -123,7 +117,7 @@ def map_segment(descriptor: int, size_bytes: int) -> torch.Tensor:
 
 def _map(descriptor: int, size_bytes: int) -> mmap.mmap:
     found = mmap.mmap(descriptor, size_bytes)
-    advise_pages(found, 0, size_bytes, large=True)
+    system.advise_pages(found, 0, size_bytes, large=True)
     return found
 
 
@@ -375,7 +369,7 @@ class NearRank:
         devices: DeviceMemory | None = None,
     ) -> None:
         self._rank, self._socket, self._devices = rank, connected, devices
-        self._process = find_peer_process(connected)
+        self._process = system.find_peer_process(connected)
         # The peer's event, and whether the peer has this rank's.
         self._mark: Any = None
         self._is_mark_told = False
@@ -543,7 +537,7 @@ class NearRank:
         """Receive and process a note."""
         try:
             data, files, _, _ = socket.recv_fds(
-                self._socket, _NOTE.size + _HANDLE_BYTES, 1, find_closing_flag()
+                self._socket, _NOTE.size + _HANDLE_BYTES, 1, system.find_closing_flag()
             )
         except ConnectionResetError:
             # Raised once if the other end closed without reading all; its last notes follow.

@@ -44,16 +44,8 @@ from reshard.dtypes import DType
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
+from reshard.plans import schedule
 from reshard.plans.plan import Plan
-from reshard.plans.schedule import (
-    ALIGNMENT_BYTES,
-    PipelineSpan,
-    align,
-    group_pieces,
-    list_steps,
-    order_message,
-    order_transfers,
-)
 from reshard.runs import IntArray
 
 
@@ -165,7 +157,7 @@ class MessagePieces(Sequence[Piece]):
     def offsets(self) -> list[int]:
         """The offset of each packed piece, and the end of the last, in bytes."""
         sizes = self.sizes_bytes
-        begins = list(itertools.accumulate(map(align, sizes[:-1]), initial=0))
+        begins = list(itertools.accumulate(map(schedule.align, sizes[:-1]), initial=0))
         return [*begins, begins[-1] + sizes[-1]]
 
     def parts_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -180,7 +172,7 @@ class MessagePieces(Sequence[Piece]):
         # As in `list_messages`; only views as another dtype would belong to this mode.
         with torch.inference_mode():
             sizes = self.sizes_bytes
-            has_gaps = any(size % ALIGNMENT_BYTES for size in set(sizes[:-1]))
+            has_gaps = any(size % schedule.ALIGNMENT_BYTES for size in set(sizes[:-1]))
             if len(dtypes) == 1 and 0 not in sizes and not has_gaps:
                 # A single call for all, as they have no gaps.
                 (whole,) = wholes.values()
@@ -544,7 +536,7 @@ def _list_received(
     shapes = rows.shape.tolist()
     into = rows.target_cell.tolist(), rows.target_start.tolist(), shapes
     out = rows.source_cell.tolist(), rows.source_start.tolist(), shapes
-    for row in order_transfers(rows):
+    for row in schedule.order_transfers(rows):
         kept_from = _find_place(sources, out, row) if stays[row] else None
         yield orders[row], senders[row], _find_place(targets, into, row), kept_from
 
@@ -553,7 +545,7 @@ def _list_sent(rows: Transfers, sources: _Cells) -> Iterator[tuple[int, int, _Pl
     """Return orders, receivers and boxes in the source."""
     orders, receivers = rows.order.tolist(), rows.target_slot.tolist()
     out = rows.source_cell.tolist(), rows.source_start.tolist(), rows.shape.tolist()
-    for row in order_transfers(rows) if len(rows) else ():
+    for row in schedule.order_transfers(rows) if len(rows) else ():
         yield orders[row], receivers[row], _find_place(sources, out, row)
 
 
@@ -595,7 +587,7 @@ def list_messages(
                 sender, receiver = (rank, peer) if is_sent else (peer, rank)
                 for number, pieces_of in enumerate(pack_messages(of_pair, message_bytes)):
                     # Both ends find the same key, so their messages have the same order.
-                    key = order_message(
+                    key = schedule.order_message(
                         order, number, sender, receiver, ranks, in_a_turn, by_region
                     )
                     message = RankMessage((*place, *key), order, peer, is_sent, pieces_of)
@@ -618,7 +610,7 @@ def list_messages(
 
 def pack_messages(pieces: MessagePieces, message_bytes: int) -> Iterator[MessagePieces]:
     """Yield the pieces of each message between two ranks, which follow from their shapes."""
-    together, alone = group_pieces(pieces.sizes_bytes, message_bytes)
+    together, alone = schedule.group_pieces(pieces.sizes_bytes, message_bytes)
     for numbers in together:
         yield pieces.take(numbers)
     for number in alone:
@@ -695,7 +687,7 @@ def _find_place(cells: _Cells, columns: tuple[list[int], _Lists, _Lists], row: i
 def stage_transfers(
     change: LayoutChange,
     stages: Sequence[Transfers],
-    span: PipelineSpan,
+    span: schedule.PipelineSpan,
     rank: int,
     source: torch.Tensor | None,
     target: torch.Tensor | None,
@@ -706,7 +698,7 @@ def stage_transfers(
     The first stage is from the source to the target, all others from target to target.
     """
     within = LayoutChange(change.target, change.target)
-    for step, stage, rows in list_steps(stages, change.target.shape, span):
+    for step, stage, rows in schedule.list_steps(stages, change.target.shape, span):
         ends = (change, source) if stage == 0 else (within, target)
         place = step, stage
         yield RankTransfers.of(ends[0], rows, rank, ends[1], target, dtype, place)
