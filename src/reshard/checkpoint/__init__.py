@@ -191,10 +191,9 @@ def convert(
     """
     from reshard.checkpoint.conversion.plan import plan_conversion
     from reshard.checkpoint.conversion.run import run_conversion
-    from reshard.checkpoint.options import RunOptions, split_arguments
+    from reshard.checkpoint.options import split_arguments
 
-    asked, running = split_arguments(arguments)
-    options = RunOptions(**running)
+    asked, options = split_arguments(arguments)
     return run_conversion(plan_conversion(source, target, request, **asked), options)
 
 
@@ -217,11 +216,15 @@ def convert_async(
     from reshard.checkpoint.loading.background import BackgroundWork
     from reshard.checkpoint.options import split_arguments
 
-    asked, running = split_arguments(arguments)
-    if "stop" in running:
+    asked, options = split_arguments(arguments)
+    if options.stop is not None:
         raise UsageError("convert_async with stop; leave it out: cancel() of the handle ends it")
     conversion = plan_conversion(source, target, request, **asked)
-    return BackgroundWork(partial(run_conversion, conversion, **running), progress)
+
+    def run(**handles: Any) -> ConversionReport:
+        return run_conversion(conversion, options.replace(**handles))
+
+    return BackgroundWork(run, progress)
 
 
 def load_async(

@@ -381,19 +381,23 @@ class LoadOptions(Options):
         return None if self.dtype is None else cast_type(self.dtype)
 
 
-def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keywords of a request, and the keywords of a run.
+def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], RunOptions]:
+    """Return the keywords of a request, and the options of a run.
 
-    >>> split_arguments({"to": "tp=2", "threads": 1})
-    ({'to': 'tp=2'}, {'threads': 1})
+    Raises:
+        UsageError: as `RunOptions`.
+
+    >>> request, run = split_arguments({"to": "tp=2", "threads": 1})
+    >>> request, run.threads
+    ({'to': 'tp=2'}, 1)
     """
     request = dict(arguments)
     run = [name for name in RunOptions.field_names if name in arguments]
-    return request, {name: request.pop(name) for name in run}
+    return request, RunOptions(**{name: request.pop(name) for name in run})
 
 
 class ConversionRequest(Options):
-    """What a conversion writes: layouts, format, names and elements.
+    """The contents of a conversion's target: layouts, format, names and elements.
 
     Raises:
         UsageError: arguments that cannot be, or that contradict each other.
@@ -873,7 +877,7 @@ def _repeat(options: type[Options], name: str) -> Any:
 
 
 class CompareOptions(Options):
-    """What `compare` compares of two checkpoints, and how.
+    """The tensors that `compare` compares of two checkpoints, and how it does.
 
     By default, tensors of the same name are compared. With `left_names`, `right_names` or `recipe`,
     tensors are compared under the recipe's own names, and fused tensors by their members. Other

@@ -134,7 +134,11 @@ class ConversionUpload(Closing):
         All processes call this; `finished` is only used on the first process of each host. Raises
         RunError.
         """
-        self._use(staging, work_items, writer, targets)
+        self._content, self._work_items = staging.content, work_items
+        self._writer, self._targets = writer, targets
+        numbers = {file.name: number for number, file in enumerate(self._upload.files)}
+        self._file_numbers = np.array([numbers[name] for name in writer.file_names], dtype=np.int64)
+        self._upload.open_records(staging.content, self._processes.rank)
         if self._processes.rank == 0:
             self._upload.begin()
             self._processes.share(self._upload.state())
@@ -143,9 +147,9 @@ class ConversionUpload(Closing):
         if not staging.is_owner:
             return
         lost = self._upload.lost_parts(staging.content)
-        numbers = np.flatnonzero(finished) if lost.any() else np.zeros(0, dtype=np.int64)
-        for blocks, parts in self._find_touched(numbers):
-            finished[numbers[blocks[lost[parts]]]] = False
+        done = np.flatnonzero(finished) if lost.any() else np.zeros(0, dtype=np.int64)
+        for blocks, parts in self._find_touched(done):
+            finished[done[blocks[lost[parts]]]] = False
 
     def divide(self, finished: NDArray[np.bool_]) -> HostBlocks:
         """Return the blocks that this host works on. All processes call it. Raises RunError.
@@ -210,19 +214,6 @@ class ConversionUpload(Closing):
         """Return the parts that contain bytes of items."""
         items = item_ranges(self._write_plan)
         return self._upload.parts_with([items.get(file.name, ()) for file in self._upload.files])
-
-    def _use(
-        self,
-        staging: Staging,
-        work_items: WorkItems,
-        writer: BlockWriter,
-        targets: OpenFiles[TargetFile],
-    ) -> None:
-        self._content, self._work_items = staging.content, work_items
-        self._writer, self._targets = writer, targets
-        numbers = {file.name: number for number, file in enumerate(self._upload.files)}
-        self._file_numbers = np.array([numbers[name] for name in writer.file_names], dtype=np.int64)
-        self._upload.open_records(staging.content, self._processes.rank)
 
     def expect(self, left: IntArray, own: IntArray) -> None:
         """Count each part's remaining blocks: `left` on this host, `own` in this process."""

@@ -55,7 +55,7 @@ from reshard.checkpoint.formats.write_plan import (
     find_stored_replicas,
 )
 from reshard.checkpoint.naming.selection import TensorSelection, select_from
-from reshard.checkpoint.options import ConversionRequest, RunOptions, split_arguments
+from reshard.checkpoint.options import ConversionRequest, split_arguments
 from reshard.checkpoint.storage.filesystem import read_up_to, translate_os_errors
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
@@ -457,8 +457,7 @@ def apply(
         UsageError: arguments that contradict each other; a target that exists.
         RunError: a failure while running; the same call continues.
     """
-    asked, running = split_arguments(arguments)
-    options = RunOptions(**running)
+    asked, options = split_arguments(arguments)
     return run_conversion(plan_application(base, deltas, target, request, **asked), options)
 
 

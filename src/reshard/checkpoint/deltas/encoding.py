@@ -21,7 +21,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from enum import IntEnum
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +42,7 @@ def compress(payload: bytes) -> bytes:
         MissingExtraError: zstandard is not installed.
     """
     if not hasattr(_thread, "compressor"):
-        _thread.compressor = _zstandard().ZstdCompressor(level=_LEVEL)
+        _thread.compressor = import_zstandard("the delta").ZstdCompressor(level=_LEVEL)
     return bytes(_thread.compressor.compress(payload))
 
 
@@ -54,7 +53,7 @@ def decompress(frame: Any, size_bytes: int, label: str) -> bytes:
         FormatError: a frame that is invalid or of another length.
         MissingExtraError: zstandard is not installed.
     """
-    zstandard = _zstandard()
+    zstandard = import_zstandard("the delta")
     try:
         # This is checked before memory of that size is allocated.
         recorded = zstandard.frame_content_size(frame)
@@ -75,10 +74,6 @@ def decompress(frame: Any, size_bytes: int, label: str) -> bytes:
             "is damaged, fetch it again"
         )
     return content
-
-
-def _zstandard() -> ModuleType:
-    return import_zstandard("the delta")
 
 
 _SKIP = 255

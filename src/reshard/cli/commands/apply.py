@@ -6,11 +6,7 @@ from typing import Any
 
 import click
 
-from reshard.checkpoint.options import (
-    ConversionRequest,
-    RunOptions,
-    split_arguments,
-)
+from reshard.checkpoint.options import ConversionRequest, RunOptions, split_arguments
 from reshard.cli.commands.convert import (
     describe_run,
     dry_run_option,
@@ -66,8 +62,7 @@ def apply(
     from reshard.checkpoint.deltas.apply import plan_application
 
     expect_wait_read(wait_for_ranks, dry_run)
-    asked, running = split_arguments(arguments)
-    options = RunOptions(**running)
+    asked, options = split_arguments(arguments)
     conversion = plan_application(base, deltas, target, **asked)
     if dry_run:
         describe_run(base, conversion, options, as_json, quiet)

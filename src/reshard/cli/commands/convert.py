@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard._validation import check_used
-from reshard.checkpoint.options import (
-    ConversionRequest,
-    RunOptions,
-    split_arguments,
-)
+from reshard.checkpoint.options import ConversionRequest, RunOptions, split_arguments
 from reshard.cli import output
 from reshard.cli.commands.plan import matching_json, matching_lines, recipe_text, size_text
 from reshard.cli.endpoints import config_option, for_option, plan_from_options, source_options
@@ -97,8 +93,7 @@ def convert(
       unknown, unused_rules, unused_recipe_rules, unused_axes, notes
     """
     expect_wait_read(wait_for_ranks, dry_run)
-    asked, running = split_arguments(arguments)
-    options = RunOptions(**running)
+    asked, options = split_arguments(arguments)
     conversion = plan_from_options(source, target, target_kind, config, **asked)
     if dry_run:
         describe_run(source, conversion, options, as_json, quiet)

@@ -122,8 +122,8 @@ def explain(
     """Show what moves when a tensor goes from the sharding FROM to the sharding TO.
 
     FROM and TO may be in any notation, also in different ones; a prefix such as `jax:` selects it.
-    What a rank already has stays; everything else is sent once. If both are over the same devices,
-    the program of collectives that moves the fewest elements is shown too.
+    Elements that a rank already has stay; all others are sent once. If both are over the same
+    devices, the program of collectives that moves the fewest elements is shown too.
 
     \b
     Examples:

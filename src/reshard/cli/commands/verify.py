@@ -75,8 +75,8 @@ def verify(
     does --json.
 
     With --left-names, --right-names or --recipe, tensors are compared under the recipe's own names,
-    and fused tensors by their members. If one side has separate experts and the other has them
-    stacked, --recipe auto recognises it.
+    and fused tensors by their members. If experts are separate on one side and stacked on the
+    other, --recipe auto recognises it.
 
     --source-mesh, --source-rule and --source-recipe describe how LEFT is sharded, if its files do
     not.
@@ -165,7 +165,7 @@ def _is_one_stacked(left: str | Checkpoint, right: str | Checkpoint) -> bool:
 
 
 def _have_other_names(found: Comparison) -> bool:
-    """Return whether every difference is a tensor of one side alone."""
+    """Return whether every difference is a tensor that only one side has."""
     tensors = [difference for difference in found.differences if difference.is_tensor]
     return bool(tensors) and all(tensor.kind.startswith("only in ") for tensor in tensors)
 
