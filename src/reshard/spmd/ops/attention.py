@@ -37,12 +37,12 @@ from reshard.spmd.core.operator import (
     dimension_sizes,
 )
 from reshard.spmd.core.result_types import kind_of
-from reshard.spmd.ops import data_types, elementwise, reductions
+from reshard.spmd.ops import data_types, elementwise, networks, reductions
 from reshard.spmd.ops.arguments import of_arrays, whole_number
 from reshard.spmd.ops.data_types import in_wide_types
 from reshard.spmd.ops.elementwise import add, divide, exp, multiply, operands, where, whole
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
-from reshard.spmd.ops.networks import pull_again, register_layer, take_off_most
+from reshard.spmd.ops.networks import pull_again, take_off_most
 from reshard.spmd.ops.products import matmul
 from reshard.spmd.rules.rule_builder import Inferred, Shape, counted, from_dims, from_pattern
 from reshard.spmd.rules.sharding_rule import OpShardingRule
@@ -573,7 +573,7 @@ def pull_by_scores(
     return found
 
 
-register_layer(
+networks.register(
     "attention",
     attention_rule,
     (_HEADS, {}),
@@ -752,7 +752,7 @@ def _pull_attention_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]
     return pull_again(pull_back, step, cotangents)
 
 
-register_layer(
+networks.register(
     "attention_gradient",
     attention_gradient_rule,
     ([*_HEADS, (2, 8, 5, 32)], {}),

@@ -148,9 +148,9 @@ _OF_ONE: Example = ([(4, 8)], {})
 _OF_TWO: Example = ([(4, 8), (8,)], {})
 _OF_THREE: Example = ([(4, 8)] * 3, {})
 
-register_elementwise = partial(ship, family="elementwise", operator_class=OperatorClass.ELEMENTWISE)
-register_unary = partial(register_elementwise, infer=_ONE, example=_OF_ONE)
-register_binary = partial(register_elementwise, infer=_TWO, example=_OF_TWO)
+register = partial(ship, family="elementwise", operator_class=OperatorClass.ELEMENTWISE)
+register_unary = partial(register, infer=_ONE, example=_OF_ONE)
+register_binary = partial(register, infer=_TWO, example=_OF_TWO)
 
 
 def _unary(name: str, doc: str, slope: Derivative | None = None, **options: Any) -> Function:
@@ -600,7 +600,7 @@ def _pull_clip(step: TapeStep, g: Any, number: int) -> Any:
     return where(below, g, 0.0)
 
 
-register_elementwise(
+register(
     "clip",
     _UP_TO_THREE,
     _OF_THREE,
@@ -621,7 +621,7 @@ def _pull_where(step: TapeStep, g: Any, number: int) -> Any:
     return where(condition, g, 0.0) if number == 1 else where(condition, 0.0, g)
 
 
-register_elementwise(
+register(
     "where",
     _THREE,
     _OF_THREE,

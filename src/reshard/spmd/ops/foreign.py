@@ -15,83 +15,36 @@ from typing import Any
 from reshard.errors import SpecError
 from reshard.spmd.core.operator import Example, ship
 from reshard.spmd.core.result_types import boolean, of_first
-from reshard.spmd.ops.elementwise import (
-    _OF_THREE,
-    _THREE,
-    register_binary,
-    register_elementwise,
-    register_unary,
-)
-from reshard.spmd.ops.indexing import _register_lookup, register_indexing, take_rule
-from reshard.spmd.ops.linalg import (
-    _SQUARES,
-    _STACK,
-    matrix_rule,
-    of_systems,
-    register_factorisation,
-    register_linalg,
-    same_matrix,
-    solve_rule,
-)
-from reshard.spmd.ops.movement import (
-    _BROADCASTING,
-    _REARRANGING,
-    _ROWS,
-    _check_some,
-    concat_rule,
-    permute_dims_rule,
-    register_movement,
-    reshape_rule,
-)
-from reshard.spmd.ops.networks import _WHOLE, register_layer
-from reshard.spmd.ops.products import einsum_rule, product_of_pairs, register_product
-from reshard.spmd.ops.reductions import (
-    _TOTALS,
-    _make_reduction,
-    cumulative_rule,
-    register_cumulative,
-    register_reduction,
-    whole_axes,
-)
-from reshard.spmd.rules.rule_builder import (
-    Axes,
-    Inferred,
-    Shape,
-    axes_of,
-    axis_of,
-    counted,
-    elementwise_rule,
-    from_dims,
-    from_pattern,
-    kept,
-    one_operand,
-    replicated_rule,
-)
+from reshard.spmd.ops import elementwise, linalg, movement, networks, products, reductions
+from reshard.spmd.ops.indexing import _register_lookup, take_rule
+from reshard.spmd.ops.indexing import register as register_indexing
+from reshard.spmd.rules import rule_builder as rules
+from reshard.spmd.rules.rule_builder import Axes, Inferred, Shape
 
 OF_GRAPHS = "it stands in other programs' graphs, and no rank computes it"
 COMPOSED = "sp composes it of other operators, which have derivatives"
 _UNARY = "angle cbrt degrees radians erf rsqrt softplus exp2 sinc i0 spacing"
 _BINARY = "heaviside gcd lcm ldexp fmod float_power logaddexp2 fmax fmin"
 for _name in _UNARY.split():
-    register_unary(_name, no_pullback=OF_GRAPHS)
+    elementwise.register_unary(_name, no_pullback=OF_GRAPHS)
 for _name in _BINARY.split():
-    register_binary(_name, no_pullback=OF_GRAPHS)
+    elementwise.register_binary(_name, no_pullback=OF_GRAPHS)
 
 
-register_unary("gelu", no_pullback=COMPOSED)
+elementwise.register_unary("gelu", no_pullback=COMPOSED)
 
-register_elementwise(
+elementwise.register(
     "clamp",
-    _THREE,
+    elementwise._THREE,
     ([(), (4, 8), ()], {}),
     note="operands are the lower bound, the array, the upper bound",
     no_pullback=OF_GRAPHS,
 )
 
-register_elementwise(
+elementwise.register(
     "select",
-    _THREE,
-    _OF_THREE,
+    elementwise._THREE,
+    elementwise._OF_THREE,
     linear=(1, 2),
     commutes=("max", "min", "product"),
     note="where, by another name",
@@ -104,18 +57,18 @@ register_elementwise(
 
 def matrix_transpose_rule(shapes: Sequence[Shape]) -> Inferred:
     """The last two dimensions swapped."""
-    shape = one_operand("matrix_transpose", shapes)
+    shape = rules.one_operand("matrix_transpose", shapes)
     if len(shape) < 2:
         raise SpecError(f"shape {shape} is no matrix; 2 or more dimensions were expected")
     order = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
-    return permute_dims_rule(shapes, order)
+    return movement.permute_dims_rule(shapes, order)
 
 
-register_movement(
+movement.register(
     "matrix_transpose",
     matrix_transpose_rule,
     ([(2, 4, 8)], {}),
-    operator_class=_REARRANGING,
+    operator_class=movement._REARRANGING,
     no_pullback=COMPOSED,
 )
 
@@ -127,9 +80,9 @@ def moveaxis_rule(
     shapes: Sequence[Shape], source: int | Sequence[int], destination: int | Sequence[int]
 ) -> Inferred:
     """Axes put elsewhere, the others kept in order."""
-    rank = len(one_operand("moveaxis", shapes))
+    rank = len(rules.one_operand("moveaxis", shapes))
     given, wanted = (
-        [axis_of(rank, axis) for axis in ([axes] if isinstance(axes, int) else axes)]
+        [rules.axis_of(rank, axis) for axis in ([axes] if isinstance(axes, int) else axes)]
         for axes in (source, destination)
     )
     if len(given) != len(wanted) or len({*given}) != len(given) or len({*wanted}) != len(wanted):
@@ -140,14 +93,14 @@ def moveaxis_rule(
     # Axes are inserted in increasing order, so that no insertion shifts an earlier axis.
     for place, dim in sorted(zip(wanted, given, strict=True)):
         order.insert(place, dim)
-    return permute_dims_rule(shapes, order)
+    return movement.permute_dims_rule(shapes, order)
 
 
-register_movement(
+movement.register(
     "moveaxis",
     moveaxis_rule,
     ([(2, 4, 8)], {"source": 0, "destination": 2}),
-    operator_class=_REARRANGING,
+    operator_class=movement._REARRANGING,
     no_pullback=COMPOSED,
 )
 
@@ -157,14 +110,14 @@ register_movement(
 
 def flatten_rule(shapes: Sequence[Shape]) -> Inferred:
     """Merge all dimensions into a single dimension."""
-    return reshape_rule(shapes, (math.prod(one_operand("flatten", shapes)),))
+    return movement.reshape_rule(shapes, (math.prod(rules.one_operand("flatten", shapes)),))
 
 
-register_movement(
+movement.register(
     "flatten",
     flatten_rule,
     ([(4, 8)], {}),
-    operator_class=_REARRANGING,
+    operator_class=movement._REARRANGING,
     note="a reshape",
     no_pullback=COMPOSED,
 )
@@ -180,14 +133,14 @@ def broadcast_arrays_rule(shapes: Sequence[Shape]) -> Inferred:
     ([i, j], [k]) -> ([i, k], [i, k]) {i=4, j=1, k=8} need_replication={j}
     """
     every = ", ".join(["..."] * len(shapes))
-    return from_pattern(f"{every} -> {every}", shapes)
+    return rules.from_pattern(f"{every} -> {every}", shapes)
 
 
-register_movement(
+movement.register(
     "broadcast_arrays",
     broadcast_arrays_rule,
     ([(4, 1), (8,)], {}),
-    operator_class=_BROADCASTING,
+    operator_class=movement._BROADCASTING,
     no_pullback=COMPOSED,
 )
 
@@ -201,17 +154,17 @@ def stack_rule(shapes: Sequence[Shape], axis: int = 0) -> Inferred:
     >>> print(stack_rule([(4,), (4,)], axis=1).rule)
     ([i], [i]) -> ([i, j]) {i=4, j=2} need_replication={j}
     """
-    _check_some("stack", shapes)
+    movement._check_some("stack", shapes)
     if len(set(shapes)) > 1:
         raise SpecError(f"stack of {', '.join(map(str, shapes))}; one shape was expected")
     made = range(len(shapes[0]) + 1)
-    place = axis_of(len(made), axis)
+    place = rules.axis_of(len(made), axis)
     others = [dim for dim in made if dim != place]
     sizes = {place: len(shapes)}
-    return from_dims([others] * len(shapes), [made], shapes, sizes=sizes, whole=[place])
+    return rules.from_dims([others] * len(shapes), [made], shapes, sizes=sizes, whole=[place])
 
 
-register_movement("stack", stack_rule, ([(4,), (4,)], {"axis": 1}), no_pullback=COMPOSED)
+movement.register("stack", stack_rule, ([(4,), (4,)], {"axis": 1}), no_pullback=COMPOSED)
 
 
 # ---- unstack
@@ -223,13 +176,13 @@ def unstack_rule(shapes: Sequence[Shape], axis: int = 0) -> Inferred:
     >>> print(unstack_rule([(4, 2)], axis=1).rule)
     ([i, j]) -> ([i], [i]) {i=4, j=2} need_replication={j}
     """
-    shape = one_operand("unstack", shapes)
-    dims, place = range(len(shape)), axis_of(len(shape), axis)
+    shape = rules.one_operand("unstack", shapes)
+    dims, place = range(len(shape)), rules.axis_of(len(shape), axis)
     others = [dim for dim in dims if dim != place]
-    return from_dims([dims], [others] * shape[place], [shape], order=dims)
+    return rules.from_dims([dims], [others] * shape[place], [shape], order=dims)
 
 
-register_movement(
+movement.register(
     "unstack", unstack_rule, ([(4, 2)], {"axis": 1}), reads_part=True, no_pullback=COMPOSED
 )
 
@@ -245,8 +198,8 @@ def split_rule(
     >>> split_rule([(8,)], [3, 5]).result_shapes
     ((3,), (2,), (3,))
     """
-    shape = one_operand("split", shapes)
-    place = axis_of(len(shape), axis)
+    shape = rules.one_operand("split", shapes)
+    place = rules.axis_of(len(shape), axis)
     size = shape[place]
     if isinstance(indices_or_sections, int):
         if indices_or_sections < 1 or size % indices_or_sections:
@@ -262,13 +215,13 @@ def split_rule(
     ends = zip([0, *cuts], [*cuts, size], strict=True)
     results = [(*shape[:place], max(stop - start, 0), *shape[place + 1 :]) for start, stop in ends]
     dims, moved = range(len(shape)), [place] if len(results) > 1 else []
-    return from_dims([dims], [dims] * len(results), [shape], results, moved=moved)
+    return rules.from_dims([dims], [dims] * len(results), [shape], results, moved=moved)
 
 
-register_movement(
+movement.register(
     "split",
     split_rule,
-    (_ROWS, {"indices_or_sections": 2, "axis": 1}),
+    (movement._ROWS, {"indices_or_sections": 2, "axis": 1}),
     reads_part=True,
     note="as a slice for each piece",
     no_pullback=COMPOSED,
@@ -284,7 +237,7 @@ def tile_rule(shapes: Sequence[Shape], repetitions: Sequence[int]) -> Inferred:
     >>> print(tile_rule([(4,)], (2, 3)).rule)
     ([k]) -> ([i, jk]) {i=2, j=3, k=4}
     """
-    shape = one_operand("tile", shapes)
+    shape = rules.one_operand("tile", shapes)
     # Shapes and repetitions are aligned at the end: dimensions are counted from there.
     made = range(-max(len(shape), len(repetitions)), 0)
     times = {f"times {dim}": repetitions[dim] if -dim <= len(repetitions) else 1 for dim in made}
@@ -292,13 +245,13 @@ def tile_rule(shapes: Sequence[Shape], repetitions: Sequence[int]) -> Inferred:
         (*([name] if count != 1 or -dim > len(shape) else []), *([dim] * (-dim <= len(shape))))
         for dim, (name, count) in zip(made, times.items(), strict=True)
     ]
-    return from_dims([range(-len(shape), 0)], [result], [shape], sizes=times)
+    return rules.from_dims([range(-len(shape), 0)], [result], [shape], sizes=times)
 
 
-register_movement(
+movement.register(
     "tile",
     tile_rule,
-    (_ROWS, {"repetitions": (3, 1)}),
+    (movement._ROWS, {"repetitions": (3, 1)}),
     note="repetitions are the major factor of a dimension",
     no_pullback=COMPOSED,
 )
@@ -315,8 +268,8 @@ def repeat_rule(
     >>> print(repeat_rule([(4, 8)], repeats=3, axis=0).rule)
     ([i, k]) -> ([ij, k]) {i=4, j=3, k=8}
     """
-    shape = one_operand("repeat", shapes)
-    place = None if axis is None else axis_of(len(shape), axis)
+    shape = rules.one_operand("repeat", shapes)
+    place = None if axis is None else rules.axis_of(len(shape), axis)
     size = math.prod(shape) if place is None else shape[place]
     counts = [repeats] if isinstance(repeats, int) else list(repeats)
     if len(counts) not in (1, size):
@@ -327,21 +280,21 @@ def repeat_rule(
         times = ["times"] if counts[0] != 1 or not dims else []
         each = [(dim, *times) if dim == place else dim for dim in dims]
         result = [(*dims, *times)] if place is None else each
-        return from_dims([dims], [result], [shape], sizes={"times": counts[0]})
+        return rules.from_dims([dims], [result], [shape], sizes={"times": counts[0]})
     # Unequal repeats need the whole dimension.
     total = sum(counts)
     if place is None:
-        return Inferred(replicated_rule(shapes, [(total,)]), ((total,),))
+        return Inferred(rules.replicated_rule(shapes, [(total,)]), ((total,),))
     made = ["total" if dim == place else dim for dim in dims]
     order = [*dims[: place + 1], "total"]
     sizes = {"total": total}
-    return from_dims([dims], [made], [shape], order=order, sizes=sizes, whole=["total"])
+    return rules.from_dims([dims], [made], [shape], order=order, sizes=sizes, whole=["total"])
 
 
-register_movement(
+movement.register(
     "repeat",
     repeat_rule,
-    (_ROWS, {"repeats": 3, "axis": 0}),
+    (movement._ROWS, {"repeats": 3, "axis": 0}),
     note="repetitions are the minor factor of a dimension; whole if they differ",
     no_pullback=COMPOSED,
 )
@@ -364,12 +317,12 @@ def meshgrid_rule(shapes: Sequence[Shape], indexing: str = "xy") -> Inferred:
         order[:2] = [1, 0]
     vectors = [[number] * len(shape) for number, shape in enumerate(shapes)]
     # The product of a scalar's shape is 1: it spans a dimension of size 1.
-    return from_dims(
+    return rules.from_dims(
         vectors, [order] * len(shapes), shapes, sizes=dict(enumerate(map(math.prod, shapes)))
     )
 
 
-register_movement(
+movement.register(
     "meshgrid", meshgrid_rule, ([(4,), (8,)], {"indexing": "ij"}), no_pullback=COMPOSED
 )
 
@@ -379,15 +332,15 @@ register_movement(
 
 def triangle_rule(shapes: Sequence[Shape], k: int = 0) -> Inferred:
     """Zero above or below a diagonal of the last two dimensions."""
-    shape = one_operand("tril or triu", shapes)
+    shape = rules.one_operand("tril or triu", shapes)
     if len(shape) < 2:
         raise SpecError(f"shape {shape} is no matrix; 2 or more dimensions were expected")
-    return from_pattern("*b i j -> *b i j", shapes, adjusted="ij")
+    return rules.from_pattern("*b i j -> *b i j", shapes, adjusted="ij")
 
 
 _TRIANGLE = "the diagonal lies elsewhere in a part"
-register_movement("tril", triangle_rule, (_ROWS, {}), note=_TRIANGLE, no_pullback=COMPOSED)
-register_movement("triu", triangle_rule, (_ROWS, {}), note=_TRIANGLE, no_pullback=COMPOSED)
+movement.register("tril", triangle_rule, (movement._ROWS, {}), note=_TRIANGLE, no_pullback=COMPOSED)
+movement.register("triu", triangle_rule, (movement._ROWS, {}), note=_TRIANGLE, no_pullback=COMPOSED)
 
 
 # ---- diff
@@ -400,20 +353,20 @@ def diff_rule(shapes: Sequence[Shape], axis: int = -1, n: int = 1) -> Inferred:
     ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
     """
     if not 1 <= len(shapes) <= 3:
-        counted("diff", shapes, 1)
+        rules.counted("diff", shapes, 1)
     dims = range(len(shapes[0]))
-    place = axis_of(len(dims), axis)
-    joined = concat_rule(shapes, axis).result_shapes[0]
+    place = rules.axis_of(len(dims), axis)
+    joined = movement.concat_rule(shapes, axis).result_shapes[0]
     result = (*joined[:place], max(joined[place] - n, 0), *joined[place + 1 :])
     others = [[None if dim == place else dim for dim in dims]] * (len(shapes) - 1)
     moved = [place] if n or others else []
-    return from_dims([dims, *others], [dims], shapes, [result], moved=moved)
+    return rules.from_dims([dims, *others], [dims], shapes, [result], moved=moved)
 
 
-register_movement(
+movement.register(
     "diff",
     diff_rule,
-    (_ROWS, {}),
+    (movement._ROWS, {}),
     commutes=(),
     note="neighbours lie in other parts",
     no_pullback=COMPOSED,
@@ -440,9 +393,11 @@ def one_hot_rule(shapes: Sequence[Shape], num_classes: int, axis: int = -1) -> I
     >>> print(one_hot_rule([(4,)], num_classes=10).rule)
     ([i]) -> ([i, j]) {i=4, j=10}
     """
-    place = axis_of(len(one_operand("one_hot", shapes)) + 1, axis)
+    place = rules.axis_of(len(rules.one_operand("one_hot", shapes)) + 1, axis)
     lengths, sizes = {"a": place}, {"c": num_classes}
-    return from_pattern("*a *b -> *a c *b", shapes, lengths=lengths, sizes=sizes, adjusted="c")
+    return rules.from_pattern(
+        "*a *b -> *a c *b", shapes, lengths=lengths, sizes=sizes, adjusted="c"
+    )
 
 
 register_indexing(
@@ -459,22 +414,25 @@ register_indexing(
 
 def isin_rule(shapes: Sequence[Shape], invert: bool = False) -> Inferred:
     """Return whether elements are among those of the second operand, which devices need whole."""
-    return from_pattern("*i, *_ -> *i", shapes)
+    return rules.from_pattern("*i, *_ -> *i", shapes)
 
 
 register_indexing("isin", isin_rule, ([(4, 8), (3,)], {}), result_types=boolean, is_constant=True)
 
-register_reduction(
+reductions.register(
     "mean",
     # The operator is a sum: parts that divided by their own counts would give a mean of means.
-    _make_reduction("sum", adjusted=True),
+    reductions._make_reduction("sum", adjusted=True),
     linear="each",
     note="each part divides its sum by the whole count; contributions are summed",
     no_pullback=COMPOSED,
 )
 
-register_reduction(
-    "count_nonzero", _make_reduction("sum"), note="contributions are counts", is_constant=True
+reductions.register(
+    "count_nonzero",
+    reductions._make_reduction("sum"),
+    note="contributions are counts",
+    is_constant=True,
 )
 
 
@@ -484,13 +442,15 @@ register_reduction(
 def _infer_spread(
     shapes: Sequence[Shape], axis: Axes = None, correction: float = 0.0, keepdims: bool = False
 ) -> Inferred:
-    return whole_axes(shapes, axis, keepdims)
+    return reductions.whole_axes(shapes, axis, keepdims)
 
 
 _SPREAD = "needs the mean first: made of sums, or of whole axes"
-register_reduction("var", _infer_spread, note=_SPREAD, no_pullback=COMPOSED)
-register_reduction("std", _infer_spread, note=_SPREAD, no_pullback=COMPOSED)
-register_reduction("logsumexp", whole_axes, note="needs the maximum first", no_pullback=COMPOSED)
+reductions.register("var", _infer_spread, note=_SPREAD, no_pullback=COMPOSED)
+reductions.register("std", _infer_spread, note=_SPREAD, no_pullback=COMPOSED)
+reductions.register(
+    "logsumexp", reductions.whole_axes, note="needs the maximum first", no_pullback=COMPOSED
+)
 
 
 # ---- dot_general
@@ -506,11 +466,11 @@ def dot_general_rule(
     >>> print(dot_general_rule([(2, 4, 8), (2, 8, 5)], [[0], [0]], [[2], [1]]).rule)
     ([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}
     """
-    counted("dot_general", shapes, 2)
-    return product_of_pairs(shapes, batching, contracting)
+    rules.counted("dot_general", shapes, 2)
+    return products.product_of_pairs(shapes, batching, contracting)
 
 
-register_product(
+products.register(
     "dot_general",
     dot_general_rule,
     ([(2, 4, 8), (2, 8, 5)], {"batching": [[0], [0]], "contracting": [[2], [1]]}),
@@ -528,31 +488,31 @@ def outer_rule(shapes: Sequence[Shape]) -> Inferred:
     >>> print(outer_rule([(4,), (8,)]).rule)
     ([i], [j]) -> ([i, j]) {i=4, j=8}
     """
-    return einsum_rule(shapes, "a,b->ab")
+    return products.einsum_rule(shapes, "a,b->ab")
 
 
-register_product("outer", outer_rule, ([(4,), (8,)], {}), no_pullback=COMPOSED)
+products.register("outer", outer_rule, ([(4,), (8,)], {}), no_pullback=COMPOSED)
 
-register_factorisation(
+linalg.register_factorisation(
     "matrix_power",
-    lambda shapes, n=1: same_matrix(shapes),
+    lambda shapes, n=1: linalg.same_matrix(shapes),
     ([(2, 4, 4)], {"n": 2}),
     lambda m, n: 2 * n**3,
     no_pullback=COMPOSED,
 )
 
-register_factorisation(
+linalg.register_factorisation(
     "eig",
-    matrix_rule(lambda m, n: ((m,), (m, m)), square=True),
-    _SQUARES,
+    linalg.matrix_rule(lambda m, n: ((m,), (m, m)), square=True),
+    linalg._SQUARES,
     lambda m, n: 25 * n**3,
     no_pullback=OF_GRAPHS,
 )
 
-register_factorisation(
+linalg.register_factorisation(
     "eigvals",
-    matrix_rule(lambda m, n: ((m,),), square=True),
-    _SQUARES,
+    linalg.matrix_rule(lambda m, n: ((m,),), square=True),
+    linalg._SQUARES,
     lambda m, n: 10 * n**3,
     no_pullback=OF_GRAPHS,
 )
@@ -565,10 +525,10 @@ def _pinv(rows: int, columns: int, rtol: float | None = None) -> tuple[Shape, ..
     return ((columns, rows),)
 
 
-register_factorisation(
+linalg.register_factorisation(
     "pinv",
-    matrix_rule(_pinv),
-    _STACK,
+    linalg.matrix_rule(_pinv),
+    linalg._STACK,
     lambda m, n: 14 * max(m, n) * min(m, n) ** 2 + 8 * min(m, n) ** 3,
     no_pullback=COMPOSED,
 )
@@ -581,10 +541,10 @@ def _rank(rows: int, columns: int, rtol: float | None = None) -> tuple[Shape, ..
     return ((),)
 
 
-register_factorisation(
+linalg.register_factorisation(
     "matrix_rank",
-    matrix_rule(_rank),
-    _STACK,
+    linalg.matrix_rule(_rank),
+    linalg._STACK,
     lambda m, n: 4 * (max(m, n) - min(m, n) / 3) * min(m, n) ** 2,
     no_pullback=COMPOSED,
 )
@@ -599,10 +559,10 @@ def matrix_norm_rule(
     ord: float | str = "fro",
 ) -> Inferred:
     """Norms of the last two dimensions."""
-    return whole_axes(shapes, (-2, -1), keepdims)
+    return reductions.whole_axes(shapes, (-2, -1), keepdims)
 
 
-register_linalg("matrix_norm", matrix_norm_rule, _STACK, no_pullback=COMPOSED)
+linalg.register("matrix_norm", matrix_norm_rule, linalg._STACK, no_pullback=COMPOSED)
 
 
 # ---- vector_norm
@@ -615,13 +575,13 @@ def vector_norm_rule(
     ord: float = 2,
 ) -> Inferred:
     """Lengths of vectors along axes."""
-    return whole_axes(shapes, axis, keepdims)
+    return reductions.whole_axes(shapes, axis, keepdims)
 
 
-register_linalg(
+linalg.register(
     "vector_norm",
     vector_norm_rule,
-    _STACK,
+    linalg._STACK,
     note="the axes are whole on each device",
     no_pullback=COMPOSED,
 )
@@ -637,21 +597,21 @@ def triangular_solve_rule(shapes: Sequence[Shape], left_side: bool = True, **_: 
     ([k, j], [i, j]) -> ([i, k]) {i=3, j=4, k=4} need_replication={j, k}
     """
     if left_side:
-        return solve_rule(shapes)
-    counted("triangular_solve", shapes, 2)
+        return linalg.solve_rule(shapes)
+    rules.counted("triangular_solve", shapes, 2)
     left, right = shapes
     if len(left) != len(right) or left[:-2] != right[:-2] or {*left[-2:]} != {*right[-1:]}:
         raise SpecError(f"triangular solve of {left} and {right}; [..., m, m] and [..., n, m]")
-    return from_pattern("*b k j, *b i j -> *b i k", shapes, order="bij", whole="jk")
+    return rules.from_pattern("*b k j, *b i j -> *b i k", shapes, order="bij", whole="jk")
 
 
-register_linalg(
+linalg.register(
     "triangular_solve",
     triangular_solve_rule,
     ([(2, 4, 4), (2, 4, 3)], {}),
     note="as solve",
     linear=(1,),
-    work=of_systems(lambda n, k: n**2 * k),
+    work=linalg.of_systems(lambda n, k: n**2 * k),
     no_pullback=COMPOSED,
 )
 
@@ -665,16 +625,16 @@ def cross_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     >>> print(cross_rule([(4, 3), (4, 3)]).rule)
     ([i, j], [i, j]) -> ([i, j]) {i=4, j=3} need_replication={j}
     """
-    counted("cross", shapes, 2)
+    rules.counted("cross", shapes, 2)
     # Counted from the end, since operands of other ranks broadcast to the left of it.
     back = axis if axis < 0 else axis - max(map(len, shapes))
     if any(len(shape) < -back or shape[back] != 3 for shape in shapes):
         raise SpecError(f"cross of {shapes[0]} and {shapes[1]}; axis {axis} must have size 3")
     pattern = "... k *b, ... k *b -> ... k *b"
-    return from_pattern(pattern, shapes, lengths={"b": -1 - back}, broadcast="b", whole="k")
+    return rules.from_pattern(pattern, shapes, lengths={"b": -1 - back}, broadcast="b", whole="k")
 
 
-register_linalg(
+linalg.register(
     "cross",
     cross_rule,
     ([(4, 3), (4, 3)], {}),
@@ -689,10 +649,12 @@ register_linalg(
 
 def trace_rule(shapes: Sequence[Shape], offset: int = 0) -> Inferred:
     """The sums of the diagonals of the last two dimensions."""
-    return matrix_rule(lambda rows, columns: ((),))(shapes)
+    return linalg.matrix_rule(lambda rows, columns: ((),))(shapes)
 
 
-register_linalg("trace", trace_rule, _STACK, linear="each", reads_part=True, no_pullback=COMPOSED)
+linalg.register(
+    "trace", trace_rule, linalg._STACK, linear="each", reads_part=True, no_pullback=COMPOSED
+)
 
 
 # ---- fftshift
@@ -700,12 +662,12 @@ register_linalg("trace", trace_rule, _STACK, linear="each", reads_part=True, no_
 
 def shifted(shapes: Sequence[Shape], axes: Axes = None) -> Inferred:
     """Halves of axes swapped."""
-    shape = one_operand("a shift", shapes)
-    return kept(shape, moved=axes_of(len(shape), axes))
+    shape = rules.one_operand("a shift", shapes)
+    return rules.kept(shape, moved=rules.axes_of(len(shape), axes))
 
 
 for _name in ("fftshift", "ifftshift"):
-    register_movement(
+    movement.register(
         _name,
         shifted,
         ([(4, 8)], {"axes": 1}),
@@ -714,19 +676,19 @@ for _name in ("fftshift", "ifftshift"):
         no_pullback=COMPOSED,
     )
 
-register_cumulative(
+reductions.register_cumulative(
     "cumulative_max",
-    cumulative_rule,
+    reductions.cumulative_rule,
     commutes=("max",),
-    note=_TOTALS,
+    note=reductions._TOTALS,
     no_pullback=OF_GRAPHS,
 )
 
-register_cumulative(
+reductions.register_cumulative(
     "cumulative_min",
-    cumulative_rule,
+    reductions.cumulative_rule,
     commutes=("min",),
-    note=_TOTALS,
+    note=reductions._TOTALS,
     no_pullback=OF_GRAPHS,
 )
 
@@ -740,14 +702,16 @@ def softmax_rule(shapes: Sequence[Shape], axis: int | Sequence[int] = -1) -> Inf
     >>> print(softmax_rule([(4, 8)]).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} need_replication={j}
     """
-    shape = one_operand("softmax", shapes)
-    return kept(shape, whole=axes_of(len(shape), axis))
+    shape = rules.one_operand("softmax", shapes)
+    return rules.kept(shape, whole=rules.axes_of(len(shape), axis))
 
 
-register_layer("softmax", softmax_rule, ([(4, 8)], {"axis": 1}), note=_WHOLE, no_pullback=COMPOSED)
+networks.register(
+    "softmax", softmax_rule, ([(4, 8)], {"axis": 1}), note=networks._WHOLE, no_pullback=COMPOSED
+)
 
-register_layer(
-    "log_softmax", softmax_rule, ([(4, 8)], {"axis": 1}), note=_WHOLE, no_pullback=COMPOSED
+networks.register(
+    "log_softmax", softmax_rule, ([(4, 8)], {"axis": 1}), note=networks._WHOLE, no_pullback=COMPOSED
 )
 
 
@@ -760,12 +724,12 @@ def batch_norm_rule(shapes: Sequence[Shape], axis: int = 1) -> Inferred:
     >>> print(batch_norm_rule([(4, 8), (8,), (8,), (8,), (8,)]).rule)
     ([i, j], [j], [j], [j], [j]) -> ([i, j]) {i=4, j=8}
     """
-    counted("batch_norm", shapes, 5)
-    lengths = {"a": axis_of(len(shapes[0]), axis)}
-    return from_pattern("*a c *b, c, c, c, c -> *a c *b", shapes, lengths=lengths)
+    rules.counted("batch_norm", shapes, 5)
+    lengths = {"a": rules.axis_of(len(shapes[0]), axis)}
+    return rules.from_pattern("*a c *b, c, c, c, c -> *a c *b", shapes, lengths=lengths)
 
 
-register_layer(
+networks.register(
     "batch_norm",
     batch_norm_rule,
     ([(4, 8), (8,), (8,), (8,), (8,)], {}),
@@ -783,12 +747,12 @@ def cross_entropy_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     >>> print(cross_entropy_rule([(4, 10), (4,)]).rule)
     ([i, j], [i]) -> ([i]) {i=4, j=10} need_replication={j}
     """
-    counted("cross_entropy", shapes, 2)
-    lengths = {"a": axis_of(len(shapes[0]), axis)}
-    return from_pattern("*a c *b, *a *b -> *a *b", shapes, lengths=lengths)
+    rules.counted("cross_entropy", shapes, 2)
+    lengths = {"a": rules.axis_of(len(shapes[0]), axis)}
+    return rules.from_pattern("*a c *b, *a *b -> *a *b", shapes, lengths=lengths)
 
 
-register_layer(
+networks.register(
     "cross_entropy",
     cross_entropy_rule,
     ([(4, 10), (4,)], {}),
@@ -821,7 +785,7 @@ def filled(
     """
     result = (shape,) if isinstance(shape, int) else tuple(shape)
     dims = range(len(result))
-    return from_dims(
+    return rules.from_dims(
         [()] * len(shapes), [dims], shapes, [result], adjusted=dims if adjusted else ()
     )
 
@@ -836,7 +800,7 @@ for _name in ("zeros", "ones", "empty", "full"):
 
 _BESIDE: Example = ([(4, 8)], {})
 for _name in ("zeros_like", "ones_like", "empty_like", "full_like"):
-    register_creation(_name, elementwise_rule, _BESIDE, note="")
+    register_creation(_name, rules.elementwise_rule, _BESIDE, note="")
 
 
 # ---- arange
@@ -920,10 +884,10 @@ def random_bits_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
     >>> print(random_bits_rule([(2,)], (4, 8)).rule)
     ([i]) -> ([i], [j, k]) {i=2, j=4, k=8} need_replication={i} blocked={i}
     """
-    counted("random_bits", shapes, 1)
+    rules.counted("random_bits", shapes, 1)
     results, lengths = [shapes[0], tuple(shape)], {"i": len(shape)}
     # Each device draws from the same state, and gets the whole next state.
-    return from_pattern(
+    return rules.from_pattern(
         "*k -> *k, *i",
         shapes,
         results,

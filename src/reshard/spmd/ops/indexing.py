@@ -21,33 +21,15 @@ from reshard.spmd.core.backend import library_of
 from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
 from reshard.spmd.core.operator import OperatorClass, TapeStep, ship
 from reshard.spmd.core.result_types import index, kind_of, of_first
-from reshard.spmd.ops import data_types, elementwise
+from reshard.spmd.ops import data_types, elementwise, movement
 from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops.arguments import of_arrays, whole_number, whole_numbers
 from reshard.spmd.ops.elementwise import operands, where, whole
 from reshard.spmd.ops.filling import zeros_like
-from reshard.spmd.ops.movement import (
-    Range,
-    broadcast_shapes,
-    broadcast_to,
-    expand_dims,
-    flip,
-    moveaxis,
-    reshape,
-    squeeze,
-    take_ranges,
-)
+from reshard.spmd.ops.movement import Range
 from reshard.spmd.ops.reductions import sum as sum_over
-from reshard.spmd.rules.rule_builder import (
-    Inferred,
-    Shape,
-    axis_of,
-    counted,
-    from_dims,
-    from_pattern,
-    kept,
-    one_operand,
-)
+from reshard.spmd.rules import rule_builder as rules
+from reshard.spmd.rules.rule_builder import Inferred, Shape
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 
@@ -64,13 +46,13 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
         if x.ndim != 1:
             raise SpecError(f"take of shape {list(x.shape)} needs an axis; give axis=")
         axis = 0
-    place = axis_of(x.ndim, axis)
+    place = rules.axis_of(x.ndim, axis)
     return call("take", places_in(x, place, indices), {"axis": place})
 
 
-register_indexing = partial(ship, family="indexing")
+register = partial(ship, family="indexing")
 _register_lookup = partial(
-    register_indexing,
+    register,
     linear=(0,),
     reads_part=True,
     result_types=of_first,
@@ -87,14 +69,14 @@ def take_rule(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
     >>> print(take_rule([(100, 8), (4,)], axis=0).rule)
     ([k, j], [i]) -> ([i, j]) {i=4, j=8, k=100} reduction={k}
     """
-    counted("take", shapes, 2)
+    rules.counted("take", shapes, 2)
     shape, _ = shapes
     if axis is None and len(shape) != 1:
         raise SpecError(f"take of {shape} without an axis; say which axis the indices are of")
-    place = axis_of(len(shape), axis or 0)
+    place = rules.axis_of(len(shape), axis or 0)
     # All indices refer to the single element of such an axis.
     looked_up = "k" if shape[place] != 1 else ""
-    return from_pattern(
+    return rules.from_pattern(
         "*a k *b, *i -> *a *i *b",
         shapes,
         lengths={"a": place},
@@ -184,18 +166,19 @@ def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
 
     Raises ArrayIndexError, on every process, for an index that is out of range.
     """
-    place = axis_of(x.ndim, axis)
+    place = rules.axis_of(x.ndim, axis)
     x, chosen = places_in(x, place, indices)
     if chosen.ndim != x.ndim:
         raise SpecError(
             f"indices of shape {list(chosen.shape)} along axis {place} of {list(x.shape)}; give "
             "as many dimensions"
         )
-    shape = broadcast_shapes(
+    shape = movement.broadcast_shapes(
         *((*given[:place], *given[place + 1 :]) for given in (x.shape, chosen.shape))
     )
     x, chosen = (
-        broadcast_to(one, (*shape[:place], one.shape[place], *shape[place:])) for one in (x, chosen)
+        movement.broadcast_to(one, (*shape[:place], one.shape[place], *shape[place:]))
+        for one in (x, chosen)
     )
     return call("take_along_axis", (x, chosen), {"axis": place})
 
@@ -206,10 +189,10 @@ def take_along_axis_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     >>> print(take_along_axis_rule([(4, 8), (4, 3)]).rule)
     ([i, k], [i, j]) -> ([i, j]) {i=4, j=3, k=8} reduction={k}
     """
-    counted("take_along_axis", shapes, 2)
-    place = axis_of(len(shapes[0]), axis)
+    rules.counted("take_along_axis", shapes, 2)
+    place = rules.axis_of(len(shapes[0]), axis)
     looked_up = "k" if shapes[0][place] != 1 else ""
-    return from_pattern(
+    return rules.from_pattern(
         "*a k *b, *a j *b -> *a j *b",
         shapes,
         lengths={"a": place},
@@ -237,25 +220,27 @@ def add_along(x: Any, indices: Any, g: Any, axis: int) -> Any:
     axis %= x.ndim
     spec = x.type.spec
     size, count = x.shape[axis], indices.shape[axis]
-    indices, g = moveaxis(indices, axis, -1), moveaxis(g, axis, -1)
+    indices, g = movement.moveaxis(indices, axis, -1), movement.moveaxis(g, axis, -1)
     if count <= _FEW:
         # Each position is compared with the indices, so that positions may be sharded.
         places = whole(x, np.arange(size))
         if spec is not None and has_plain_parts(spec):
             places = places.shard(ShardingSpec(spec.mesh, [spec.dim_specs[axis]]))
         if count == 1:
-            return moveaxis(where(e.equal(places, indices), g, 0.0), -1, axis)
-        chosen = e.equal(expand_dims(places, axis=1), expand_dims(indices, axis=-2))
-        found = sum_over(where(chosen, expand_dims(g, axis=-2), 0.0), axis=-1)
-        return moveaxis(found, -1, axis)
+            return movement.moveaxis(where(e.equal(places, indices), g, 0.0), -1, axis)
+        chosen = e.equal(
+            movement.expand_dims(places, axis=1), movement.expand_dims(indices, axis=-2)
+        )
+        found = sum_over(where(chosen, movement.expand_dims(g, axis=-2), 0.0), axis=-1)
+        return movement.moveaxis(found, -1, axis)
     # All positions are flattened, so that each element has its own index.
     lead = g.shape[:-1]
     rows = int(np.prod(lead, dtype=np.int64))
     first = whole(x, np.arange(rows).reshape((*lead, 1)) * size)
-    at = reshape(broadcast_to(indices, g.shape) + first, (-1,))
-    line = reshape(zeros_like(moveaxis(x, axis, -1)), (-1,))
-    found = _add_at(line, at, reshape(g, (-1,)), 0)
-    return moveaxis(reshape(found, (*lead, size)), -1, axis)
+    at = movement.reshape(movement.broadcast_to(indices, g.shape) + first, (-1,))
+    line = movement.reshape(zeros_like(movement.moveaxis(x, axis, -1)), (-1,))
+    found = _add_at(line, at, movement.reshape(g, (-1,)), 0)
+    return movement.moveaxis(movement.reshape(found, (*lead, size)), -1, axis)
 
 
 _FEW = 16
@@ -310,7 +295,7 @@ def checked_index_rule(shapes: Sequence[Shape], size: int) -> Inferred:
     >>> print(checked_index_rule([(4, 3)], size=10).rule)
     ([i, j]) -> ([i, j]) {i=4, j=3}
     """
-    return kept(one_operand("checked_index", shapes))
+    return rules.kept(rules.one_operand("checked_index", shapes))
 
 
 def _checked_index_kernel(work: LocalWork) -> Function:
@@ -340,7 +325,7 @@ def index_out_of_range(index: int, size: int) -> ArrayIndexError:
     return ArrayIndexError(f"index {index} of a dimension of size {size}; {expected}")
 
 
-register_indexing(
+register(
     "checked_index",
     checked_index_rule,
     ([(4,)], {"size": 10}),
@@ -414,13 +399,13 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
             gone.append(dim)
         dim += 1
     # 3. Execute a separate operation for each kind of change that is needed.
-    found = take_ranges(x, cuts)
+    found = movement.take_ranges(x, cuts)
     if turned:
-        found = flip(found, axis=tuple(turned))
+        found = movement.flip(found, axis=tuple(turned))
     if gone:
-        found = squeeze(found, tuple(gone))
+        found = movement.squeeze(found, tuple(gone))
     for place in added:
-        found = expand_dims(found, axis=place)
+        found = movement.expand_dims(found, axis=place)
     return found
 
 
@@ -532,7 +517,7 @@ def _gather(x: Any, items: list[Any]) -> Any:
         else:
             index = _read_index(place, size)
         flat = index if flat is None else flat * size + index
-    merged = reshape(x, (math.prod(x.shape[: len(items)]), *x.shape[len(items) :]))
+    merged = movement.reshape(x, (math.prod(x.shape[: len(items)]), *x.shape[len(items) :]))
     return call("take", (merged, flat), {"axis": 0})
 
 
@@ -554,7 +539,7 @@ def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str =
     """
     if mode not in ("set", "add"):
         raise SpecError(f"mode {mode!r} of scatter; it is 'set' or 'add'")
-    place = axis_of(x.ndim, axis)
+    place = rules.axis_of(x.ndim, axis)
     x, chosen = places_in(x, place, indices)
     _, updates = operands(x, updates)
     _check_fits("scatter", x, updates)
@@ -580,9 +565,9 @@ def scatter_rule(shapes: Sequence[Shape], axis: int = 0, mode: str = "set") -> I
     >>> print(scatter_rule([(100, 8), (4,), (4, 8)]).rule)
     ([k, j], [i], [i, j]) -> ([k, j]) {i=4, j=8, k=100} need_replication={i}
     """
-    counted("scatter", shapes, 3)
+    rules.counted("scatter", shapes, 3)
     shape, indices, updates = shapes
-    place = axis_of(len(shape), axis)
+    place = rules.axis_of(len(shape), axis)
     if updates != shape[:place] + indices + shape[place + 1 :]:
         raise SpecError(
             f"scatter into {shape} of updates {updates} at {indices}; updates of "
@@ -590,7 +575,7 @@ def scatter_rule(shapes: Sequence[Shape], axis: int = 0, mode: str = "set") -> I
         )
     # Any index may refer to a device's part, so devices need all indices and updates.
     pattern = "*a k *b, *i, *a *i *b -> *a k *b"
-    return from_pattern(pattern, shapes, lengths={"a": place}, order="aib", adjusted="k")
+    return rules.from_pattern(pattern, shapes, lengths={"a": place}, order="aib", adjusted="k")
 
 
 def _adds(**attributes: Any) -> bool:
@@ -642,16 +627,16 @@ def _pull_scatter(step: TapeStep, g: Any, number: int) -> Any:
         return call("scatter", (g, indices, zeros_like(updates)), {"axis": axis, "mode": "set"})
     found = call("take", (g, indices), {"axis": axis})
     # A single update of those at equal indices was set. The same scatter of numbers shows which.
-    flat = reshape(indices, (-1,))
+    flat = movement.reshape(indices, (-1,))
     numbers = whole(x, np.arange(flat.shape[0]))
     marks = whole(x, np.full(x.shape[axis], -1))
     marked = call("scatter", (marks, flat, numbers), {"axis": 0, "mode": "set"})
     was_set = e.equal(call("take", (marked, flat), {"axis": 0}), numbers)
     behind = (1,) * (updates.ndim - axis - indices.ndim)
-    return where(reshape(was_set, indices.shape + behind), found, 0.0)
+    return where(movement.reshape(was_set, indices.shape + behind), found, 0.0)
 
 
-register_indexing(
+register(
     "scatter",
     scatter_rule,
     ([(100, 8), (4,), (4, 8)], {"axis": 0}),
@@ -698,13 +683,13 @@ def dynamic_slice_rule(shapes: Sequence[Shape], sizes: Sequence[int]) -> Inferre
     ([i, j], [], []) -> ([i, j]) {i=4, j=8} need_replication={j} blocked={j}
     """
     shape, dims = shapes[0], range(len(shapes[0]))
-    counted("dynamic_slice", shapes, 1 + len(shape))
+    rules.counted("dynamic_slice", shapes, 1 + len(shape))
     if len(sizes) != len(shape) or any(a > b for a, b in zip(sizes, shape, strict=True)):
         raise SpecError(f"dynamic slice of sizes {tuple(sizes)} from {shape}; it must fit inside")
     # The start is a value, so the part that has the rectangle is not known before execution.
     short = [dim for dim in dims if sizes[dim] != shape[dim]]
     operands, results = [dims, *[()] * len(shape)], [tuple(sizes)]
-    return from_dims(operands, [dims], shapes, results, whole=short, blocked=short)
+    return rules.from_dims(operands, [dims], shapes, results, whole=short, blocked=short)
 
 
 _KEPT = ("max", "min", "product")
@@ -737,7 +722,7 @@ def _pull_window(step: TapeStep, g: Any, number: int) -> Any:
     return call("dynamic_update_slice", (zeros_like(x), g, *starts)) if number == 0 else None
 
 
-register_indexing(
+register(
     "dynamic_slice",
     dynamic_slice_rule,
     ([(4, 8), (), ()], {"sizes": (4, 3)}),
@@ -769,7 +754,7 @@ def dynamic_update_slice_rule(shapes: Sequence[Shape]) -> Inferred:
     ([i, j], [i, k], [], []) -> ([i, j]) {i=4, j=8, k=3} need_replication={k}
     """
     shape, update = shapes[:2]
-    counted("dynamic_update_slice", shapes, 2 + len(shape))
+    rules.counted("dynamic_update_slice", shapes, 2 + len(shape))
     if len(update) != len(shape) or any(a > b for a, b in zip(update, shape, strict=True)):
         raise SpecError(f"an update {update} of {shape}; it must fit inside")
     dims = range(len(shape))
@@ -777,7 +762,7 @@ def dynamic_update_slice_rule(shapes: Sequence[Shape]) -> Inferred:
     of_update = [f"update {dim}" if dim in short else dim for dim in dims]
     order = [factor for pair in zip(dims, of_update, strict=True) for factor in pair]
     operands = [dims, of_update, *[()] * len(shape)]
-    return from_dims(operands, [dims], shapes, order=order, adjusted=short)
+    return rules.from_dims(operands, [dims], shapes, order=order, adjusted=short)
 
 
 def _dynamic_update_kernel(work: LocalWork) -> Function:
@@ -800,7 +785,7 @@ def _pull_written_window(step: TapeStep, g: Any, number: int) -> Any:
     return call("dynamic_slice", (g, *starts), {"sizes": update.shape})
 
 
-register_indexing(
+register(
     "dynamic_update_slice",
     dynamic_update_slice_rule,
     ([(4, 8), (4, 3), (), ()], {}),
@@ -834,10 +819,10 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
     num_classes = whole_number("classes:", num_classes)
     if kind_of(indices.dtype) not in ("signed integer", "unsigned integer"):
         raise UsageError(f"one_hot of {indices.dtype}; give an array of whole numbers")
-    place = axis_of(indices.ndim + 1, axis)
+    place = rules.axis_of(indices.ndim + 1, axis)
     shape = [num_classes if dim == place else 1 for dim in range(indices.ndim + 1)]
     classes = whole(indices, np.arange(num_classes).reshape(shape))
-    found = elementwise.equal(expand_dims(indices, axis=place), classes)
+    found = elementwise.equal(movement.expand_dims(indices, axis=place), classes)
     return data_types.astype(found, data_types.float32 if dtype is None else dtype)
 
 
@@ -850,10 +835,10 @@ def searchsorted_rule(shapes: Sequence[Shape], side: str = "left") -> Inferred:
     >>> print(searchsorted_rule([(8,), (4,)]).rule)
     ([j], [i]) -> ([i]) {i=4, j=8} need_replication={j}
     """
-    return from_pattern(f"*_, *i{', *_' * (len(shapes) > 2)} -> *i", shapes)
+    return rules.from_pattern(f"*_, *i{', *_' * (len(shapes) > 2)} -> *i", shapes)
 
 
-register_indexing(
+register(
     "searchsorted", searchsorted_rule, ([(8,), (4,)], {}), result_types=index, is_constant=True
 )
 
@@ -861,7 +846,7 @@ register_indexing(
 # ---- nonzero
 
 
-register_indexing(
+register(
     "nonzero",
     None,
     note="how many there are depends on the values",

@@ -46,16 +46,8 @@ from reshard.spmd.ops.movement import (
     summed_to,
 )
 from reshard.spmd.ops.products import matmul, outer, tensordot, vecdot
-from reshard.spmd.rules.rule_builder import (
-    Inferred,
-    Shape,
-    axis_of,
-    counted,
-    from_dims,
-    from_pattern,
-    kept,
-    one_operand,
-)
+from reshard.spmd.rules import rule_builder as rules
+from reshard.spmd.rules.rule_builder import Inferred, Shape, kept
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
@@ -122,7 +114,7 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     """The cross product of vectors of three elements."""
     x1, x2 = operands(x1, x2)
     for one in (x1, x2):
-        axis_of(one.ndim, axis)
+        rules.axis_of(one.ndim, axis)
     if x1.shape[axis] != 3 or x2.shape[axis] != 3:
         raise SpecError(f"cross of shapes {list(x1.shape)}, {list(x2.shape)}: axis {axis} is not 3")
     # a x b = (a1 b2 - a2 b1, ...): component i is a[i + 1] b[i + 2] - a[i + 2] b[i + 1].
@@ -153,7 +145,7 @@ def _check_matrices(x: Any, name: str, is_square: bool = True) -> Any:
 _MATRIX = "the matrices are whole on each device"
 
 
-register_linalg = partial(ship, family="linear algebra", note=_MATRIX)
+register = partial(ship, family="linear algebra", note=_MATRIX)
 
 
 def diagonal_rule(shapes: Sequence[Shape], offset: int = 0) -> Inferred:
@@ -173,7 +165,7 @@ def matrix_rule(trailing: Trailing, *, square: bool = False) -> Infer:
     """
 
     def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
-        shape = one_operand("an operator on matrices", shapes)
+        shape = rules.one_operand("an operator on matrices", shapes)
         if len(shape) < 2 or (square and shape[-1] != shape[-2]):
             raise SpecError(
                 f"shape {shape}; {'square ' * square}matrices [..., m, n] were expected"
@@ -185,7 +177,7 @@ def matrix_rule(trailing: Trailing, *, square: bool = False) -> Infer:
         whole = [rows, columns, *itertools.chain(*made)]
         results = [shape[:-2] + tail for tail in tails]
         every = [[*lead, *own] for own in made]
-        return from_dims(
+        return rules.from_dims(
             [range(len(shape))], every, shapes, results, order=range(len(shape)), whole=whole
         )
 
@@ -216,7 +208,7 @@ def _spread_diagonal(x: Any, rows: int, columns: int, offset: int = 0) -> Any:
     return where(whole(x, at), expand_dims(line, axis=-1), 0.0)
 
 
-register_linalg(
+register(
     "diagonal",
     diagonal_rule,
     _STACK,
@@ -252,7 +244,7 @@ def register_factorisation(
     **options: Any,
 ) -> Operator:
     """Register an operator whose work is a leading term for matrices `[m, n]`."""
-    return register_linalg(name, infer, example, work=of_matrices(leading_term), **options)
+    return register(name, infer, example, work=of_matrices(leading_term), **options)
 
 
 def of_matrices(leading_term: Callable[[int, int], float]) -> Work:
@@ -275,7 +267,7 @@ def same_matrix(shapes: Sequence[Shape], **_: Any) -> Inferred:
     >>> print(same_matrix([(2, 4, 4)]).rule)
     ([i, j, k]) -> ([i, j, k]) {i=2, j=4, k=4} need_replication={j, k}
     """
-    shape = one_operand("an operator on matrices", shapes)
+    shape = rules.one_operand("an operator on matrices", shapes)
     if len(shape) < 2 or shape[-1] != shape[-2]:
         raise SpecError(f"shape {shape}; square matrices [..., m, m] were expected")
     return kept(shape, whole=(len(shape) - 2, len(shape) - 1))
@@ -539,7 +531,7 @@ def solve_rule(shapes: Sequence[Shape], **_: Any) -> Inferred:
     >>> print(solve_rule([(2, 4, 4), (2, 4, 3)]).rule)
     ([i, j, l], [i, j, k]) -> ([i, l, k]) {i=2, j=4, k=3, l=4} need_replication={j, l}
     """
-    counted("solve", shapes, 2)
+    rules.counted("solve", shapes, 2)
     left, right = shapes
     vector = len(right) == 1
     # The dimension of the unknowns, which has the size of the matrices.
@@ -547,7 +539,7 @@ def solve_rule(shapes: Sequence[Shape], **_: Any) -> Inferred:
     if len(left) < 2 or left[-1:] != left[-2:-1] or inner != left[-1:]:
         raise SpecError(f"solve of {left} and {right}; [..., m, m] and [..., m, n] were expected")
     pattern = "... j l, j -> ... l" if vector else "... j l, ... j k -> ... l k"
-    return from_pattern(pattern, shapes, order=".jk", whole="jl")
+    return rules.from_pattern(pattern, shapes, order=".jk", whole="jl")
 
 
 def _pull_solve(step: TapeStep, g: Any, number: int) -> Any:
@@ -577,7 +569,7 @@ def of_systems(leading_term: Callable[[int, int], float]) -> Work:
     return work
 
 
-register_linalg(
+register(
     "solve",
     solve_rule,
     ([(2, 4, 4), (2, 4, 3)], {}),

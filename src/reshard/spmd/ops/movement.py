@@ -22,18 +22,8 @@ from reshard.spmd.core.result_types import promoted
 from reshard.spmd.ops import data_types
 from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_number, whole_pairs
 from reshard.spmd.ops.elementwise import operands, whole
-from reshard.spmd.rules.rule_builder import (
-    Axes,
-    Inferred,
-    Shape,
-    axes_of,
-    axis_of,
-    broadcast_shape,
-    from_dims,
-    kept,
-    one_operand,
-    replicated_rule,
-)
+from reshard.spmd.rules import rule_builder as rules
+from reshard.spmd.rules.rule_builder import Axes, Inferred, Shape
 from reshard.spmd.rules.templates import (
     Template,
     broadcast_with_shapes_template,
@@ -63,7 +53,7 @@ def read_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
     """Return the common shape to which shapes broadcast. Raises SpecError if there is none."""
-    return broadcast_shape([tuple(_read_sizes(shape)) for shape in shapes])
+    return rules.broadcast_shape([tuple(_read_sizes(shape)) for shape in shapes])
 
 
 def _read_sizes(shape: int | Sequence[int]) -> list[int]:
@@ -83,7 +73,7 @@ def broadcast_to(x: Any, /, shape: Sequence[int]) -> Any:
     return x if wanted == x.shape else call("broadcast_to", (x,), {"shape": wanted})
 
 
-register_movement = partial(
+register = partial(
     ship,
     family="movement",
     linear="each",
@@ -95,7 +85,7 @@ register_movement = partial(
 
 def broadcast_to_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
     """Infer NumPy's broadcast to a shape."""
-    given = one_operand("broadcast_to", shapes)
+    given = rules.one_operand("broadcast_to", shapes)
     return _infer_by_template(broadcast_with_shapes_template(given, tuple(shape)), given)
 
 
@@ -120,7 +110,7 @@ def _sum_back(step: TapeStep, g: Any, number: int) -> Any:
     return summed_to(g, step.operands[0].shape)
 
 
-register_movement(
+register(
     "broadcast_to",
     broadcast_to_rule,
     ([(1, 8)], {"shape": (2, 4, 8)}),
@@ -152,7 +142,7 @@ def expand_dims(x: Any, /, axis: int = 0) -> Any:
             f"expand_dims of {x.ndim} dimensions at {place}; a place from {-x.ndim - 1} to "
             f"{x.ndim} was expected"
         )
-    return call("expand_dims", (x,), {"axis": axis_of(x.ndim + 1, axis)})
+    return call("expand_dims", (x,), {"axis": rules.axis_of(x.ndim + 1, axis)})
 
 
 def expand_dims_rule(shapes: Sequence[Shape], axis: Axes = 0) -> Inferred:
@@ -161,11 +151,11 @@ def expand_dims_rule(shapes: Sequence[Shape], axis: Axes = 0) -> Inferred:
     >>> print(expand_dims_rule([(4, 8)], axis=1).rule)
     ([i, k]) -> ([i, j, k]) {i=4, j=1, k=8}
     """
-    shape = one_operand("expand_dims", shapes)
+    shape = rules.one_operand("expand_dims", shapes)
     given = [axis] if isinstance(axis, int) else list(axis or ())
     added = dimensions(len(shape) + len(given), given)
     made = range(len(shape) + len(added))
-    return from_dims(
+    return rules.from_dims(
         [[dim for dim in made if dim not in added]], [made], [shape], sizes=dict.fromkeys(added, 1)
     )
 
@@ -177,7 +167,7 @@ def _reshape_back(step: TapeStep, g: Any, number: int) -> Any:
     return reshape(g, step.operands[0].shape)
 
 
-register_movement(
+register(
     "expand_dims",
     expand_dims_rule,
     ([(4, 8)], {"axis": 1}),
@@ -204,16 +194,16 @@ def squeeze_rule(shapes: Sequence[Shape], axis: Axes = None) -> Inferred:
     >>> print(squeeze_rule([(4, 1, 8)], axis=1).rule)
     ([i, j, k]) -> ([i, k]) {i=4, j=1, k=8} need_replication={j}
     """
-    shape = one_operand("squeeze", shapes)
+    shape = rules.one_operand("squeeze", shapes)
     ones = [dim for dim, size in enumerate(shape) if size == 1]
-    gone = ones if axis is None else axes_of(len(shape), axis)
+    gone = ones if axis is None else rules.axes_of(len(shape), axis)
     if not set(gone) <= set(ones):
         raise SpecError(f"dimensions {gone} of {shape} to squeeze; each must have size 1")
     dims = range(len(shape))
-    return from_dims([dims], [[dim for dim in dims if dim not in gone]], [shape], order=dims)
+    return rules.from_dims([dims], [[dim for dim in dims if dim not in gone]], [shape], order=dims)
 
 
-register_movement(
+register(
     "squeeze",
     squeeze_rule,
     ([(4, 1, 8)], {"axis": 1}),
@@ -235,7 +225,7 @@ def permute_dims(x: Any, /, axes: Sequence[int]) -> Any:
 
 def permute_dims_rule(shapes: Sequence[Shape], axes: Sequence[int] | None = None) -> Inferred:
     """Infer a result whose dimension `d` is the operand's `axes[d]`; reversed when not given."""
-    shape = one_operand("permute_dims", shapes)
+    shape = rules.one_operand("permute_dims", shapes)
     given = range(len(shape))[::-1] if axes is None else axes
     return _infer_by_template(transpose_template(len(shape), tuple(given)), shape)
 
@@ -245,7 +235,7 @@ def _permute_back(step: TapeStep, g: Any, number: int) -> Any:
     return permute_dims(g, [axes.index(dim) for dim in range(g.ndim)])
 
 
-register_movement(
+register(
     "permute_dims",
     permute_dims_rule,
     ([(2, 4, 8)], {"axes": (2, 0, 1)}),
@@ -305,7 +295,7 @@ def reshape_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
     >>> print(reshape_rule([(4, 6)], shape=(2, -1)).rule)
     ([ij, k]) -> ([i, jk]) {i=2, j=2, k=6}
     """
-    given = one_operand("reshape", shapes)
+    given = rules.one_operand("reshape", shapes)
     wanted = tuple(shape)
     if wanted.count(-1) == 1:
         others = math.prod(size for size in wanted if size != -1)
@@ -316,7 +306,7 @@ def reshape_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
     return _infer_by_template(reshape_template(given, wanted), given)
 
 
-register_movement(
+register(
     "reshape",
     reshape_rule,
     ([(4, 6)], {"shape": (2, 12)}),
@@ -338,13 +328,13 @@ def flip(x: Any, /, *, axis: Axis | None = None) -> Any:
 
 def flip_rule(shapes: Sequence[Shape], axis: Axes = None) -> Inferred:
     """Infer axes in reverse order."""
-    shape = one_operand("flip", shapes)
-    return kept(shape, moved=axes_of(len(shape), axis))
+    shape = rules.one_operand("flip", shapes)
+    return rules.kept(shape, moved=rules.axes_of(len(shape), axis))
 
 
 _ROWS: Sequence[Shape] = [(4, 8)]
 
-register_movement(
+register(
     "flip",
     flip_rule,
     (_ROWS, {"axis": 1}),
@@ -379,10 +369,12 @@ def roll_rule(shapes: Sequence[Shape], shift: int | Sequence[int], axis: Axes = 
     >>> print(roll_rule([(4, 8)], shift=1, axis=1).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
     """
-    shape = one_operand("roll", shapes)
+    shape = rules.one_operand("roll", shapes)
     named = [axis] if isinstance(axis, int) else axis
-    moved = range(len(shape)) if named is None else {axis_of(len(shape), one) for one in named}
-    return kept(shape, moved=list(moved))
+    moved = (
+        range(len(shape)) if named is None else {rules.axis_of(len(shape), one) for one in named}
+    )
+    return rules.kept(shape, moved=list(moved))
 
 
 def _roll_back(step: TapeStep, g: Any, number: int) -> Any:
@@ -390,7 +382,7 @@ def _roll_back(step: TapeStep, g: Any, number: int) -> Any:
     return roll(g, shifts, axis=step.attributes["axis"])
 
 
-register_movement("roll", roll_rule, (_ROWS, {"shift": 1, "axis": 1}), pullback=_roll_back)
+register("roll", roll_rule, (_ROWS, {"shift": 1, "axis": 1}), pullback=_roll_back)
 
 
 # ---- concat
@@ -403,7 +395,7 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
     if axis is None:
         # Arrays are flattened separately, so that each keeps its sharding if possible.
         made, axis = [reshape(one, (-1,)) for one in made], 0
-    return call("concat", made, {"axis": axis_of(made[0].ndim, axis)})
+    return call("concat", made, {"axis": rules.axis_of(made[0].ndim, axis)})
 
 
 def _promote(arrays: Sequence[Any]) -> list[Any]:
@@ -433,9 +425,9 @@ def concat_rule(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
     if axis is None:
         # Elements of flattened arrays are at places that no part of them shares with the result.
         result = (sum(math.prod(shape) for shape in shapes),)
-        return Inferred(replicated_rule(shapes, [result]), (result,))
+        return Inferred(rules.replicated_rule(shapes, [result]), (result,))
     rank = len(shapes[0])
-    place = axis_of(rank, axis)
+    place = rules.axis_of(rank, axis)
     if (
         any(len(shape) != rank for shape in shapes)
         or len({shape[:place] + shape[place + 1 :] for shape in shapes}) > 1
@@ -444,7 +436,9 @@ def concat_rule(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
     # The factor has the result's size, since the operands' pieces end elsewhere than its parts.
     total = sum(shape[place] for shape in shapes)
     dims = range(rank)
-    return from_dims([dims] * len(shapes), [dims], shapes, sizes={place: total}, whole=[place])
+    return rules.from_dims(
+        [dims] * len(shapes), [dims], shapes, sizes={place: total}, whole=[place]
+    )
 
 
 def _check_some(name: str, shapes: Sequence[Shape]) -> None:
@@ -466,7 +460,7 @@ def _take_part(step: TapeStep, g: Any, number: int) -> Any:
     return take_ranges(g, {axis: (start, start + sizes[number], 1)})
 
 
-register_movement(
+register(
     "concat",
     concat_rule,
     ([(4, 8), (4, 3)], {"axis": 1}),
@@ -482,7 +476,7 @@ def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
     made = _promote(arrays)
     if len({one.shape for one in made}) != 1:
         raise SpecError(f"a stack of shapes {[one.shape for one in made]}; they must be equal")
-    place = axis_of(made[0].ndim + 1, axis)
+    place = rules.axis_of(made[0].ndim + 1, axis)
     return concat([expand_dims(one, axis=place) for one in made], axis=place)
 
 
@@ -510,7 +504,7 @@ def slice_rule(
     >>> print(slice_rule([(4, 8)], [0, 1], [4, 7], [1, 2]).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
     """
-    shape = one_operand("slice", shapes)
+    shape = rules.one_operand("slice", shapes)
     steps = (1,) * len(shape) if strides is None else tuple(strides)
     if not len(starts) == len(limits) == len(steps) == len(shape):
         raise SpecError(f"slice {starts} to {limits} of {shape}; give each per dimension")
@@ -521,7 +515,7 @@ def slice_rule(
     result = tuple(
         -((start - limit) // step) for start, limit, step in zip(starts, limits, steps, strict=True)
     )
-    return kept(shape, result, moved=[d for d, size in enumerate(shape) if result[d] != size])
+    return rules.kept(shape, result, moved=[d for d, size in enumerate(shape) if result[d] != size])
 
 
 def _slice_kernel(work: LocalWork) -> Function:
@@ -570,7 +564,7 @@ def put_ranges(x: Any, shape: Sequence[int], ranges: Sequence[tuple[int, int, in
     return pad(x, pairs) if any(itertools.chain(*pairs)) else x
 
 
-register_movement(
+register(
     "slice",
     slice_rule,
     (_ROWS, {"starts": [0, 1], "limits": [4, 7]}),
@@ -584,7 +578,7 @@ register_movement(
 @of_arrays
 def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
     """Split into the arrays along an axis, and remove the axis."""
-    place = axis_of(x.ndim, axis)
+    place = rules.axis_of(x.ndim, axis)
     return tuple(
         squeeze(take_ranges(x, {place: (index, index + 1, 1)}), place)
         for index in range(x.shape[place])
@@ -613,7 +607,7 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
     """
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
-    place = axis_of(x.ndim, axis)
+    place = rules.axis_of(x.ndim, axis)
     if isinstance(repeats, int):
         if repeats < 0:
             raise UsageError(f"{repeats} repeats; 0 or more were expected")
@@ -687,7 +681,7 @@ def pad_rule(
     >>> print(pad_rule([(4, 8)], [(0, 0), (1, 2)]).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
     """
-    shape = one_operand("pad", shapes)
+    shape = rules.one_operand("pad", shapes)
     between = (0,) * len(shape) if interior is None else tuple(interior)
     if len(pad_width) != len(shape) or len(between) != len(shape):
         raise SpecError(f"pad of {shape} by {pad_width}; give (before, after) per dimension")
@@ -700,7 +694,7 @@ def pad_rule(
         for dim, (ends, inner) in enumerate(zip(pad_width, between, strict=True))
         if any(ends) or inner
     ]
-    return kept(shape, result, moved=touched)
+    return rules.kept(shape, result, moved=touched)
 
 
 def _pads_with_zero(**attributes: Any) -> bool:
@@ -738,7 +732,7 @@ def _unpad(step: TapeStep, g: Any, number: int) -> Any:
     )
 
 
-register_movement(
+register(
     "pad",
     pad_rule,
     (_ROWS, {"pad_width": [(0, 0), (1, 2)]}),
@@ -756,7 +750,7 @@ def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any,
 
     Indices are those of slices: below 0 they count from the end.
     """
-    place = axis_of(x.ndim, axis)
+    place = rules.axis_of(x.ndim, axis)
     size = x.shape[place]
     if hasattr(indices_or_sections, "__index__"):
         count = whole_number("equal parts,", indices_or_sections, 1)

@@ -146,7 +146,7 @@ def _may_be_one(dims: int, given: Sequence[Any]) -> bool:
     )
 
 
-register_layer = partial(ship, family="networks")
+register = partial(ship, family="networks")
 
 
 def norm_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
@@ -231,7 +231,7 @@ def _pull_norm(step: TapeStep, g: Any) -> tuple[Any, ...]:
     return (*made, *[g] * len(weights[1:])) if weights else (made,)
 
 
-register_layer(
+register(
     "layer_norm",
     norm_rule,
     ([(4, 8), (8,), (8,)], {}),
@@ -255,7 +255,7 @@ def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1
     return rms_norm_by_parts(x, weight, axes=axes, epsilon=epsilon)
 
 
-register_layer(
+register(
     "rms_norm",
     norm_rule,
     ([(4, 8), (8,)], {}),
@@ -427,7 +427,7 @@ def pull_again(pull_back: Callable[..., Any], step: TapeStep, cotangents: Any) -
     return found
 
 
-register_layer(
+register(
     "layer_norm_gradient",
     norm_gradient_rule,
     ([(4, 8), (4, 8), (8,)], {}),
@@ -440,7 +440,7 @@ register_layer(
 # ---- rms_norm_gradient
 
 
-register_layer(
+register(
     "rms_norm_gradient",
     norm_gradient_rule,
     ([(4, 8), (4, 8), (8,)], {}),

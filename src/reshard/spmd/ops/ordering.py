@@ -291,7 +291,7 @@ def _put_in_order(name: str, x: Any, axis: int, descending: bool) -> Any:
     return call(name, (x,), {"axis": axis}, {"descending": descending}) if found is None else found
 
 
-register_ordering = partial(ship, family="ordering")
+register = partial(ship, family="ordering")
 
 
 def ordered(
@@ -329,7 +329,7 @@ def _pull_sort(step: TapeStep, g: Any, number: int) -> Any:
     return call("take_along_axis", (g, argsort(order, axis=axis)), {"axis": axis})
 
 
-register_ordering(
+register(
     "sort",
     ordered,
     local=_sort_kernel,
@@ -356,7 +356,7 @@ def _argsort_kernel(work: LocalWork) -> Function:
     return lambda x: order_of(space, x, axis, descending)
 
 
-register_ordering(
+register(
     "argsort",
     ordered,
     local=_argsort_kernel,
@@ -529,7 +529,7 @@ def _pull_largest(step: TapeStep, g: Any, number: int) -> Any:
     return add_along(step.operands[0], step.results[1], g[0], step.attributes["axis"])
 
 
-register_ordering(
+register(
     "top_k",
     top_k_rule,
     local=_top_k_kernel,
@@ -544,7 +544,7 @@ register_ordering(
 
 
 for _name in ("unique_all", "unique_counts", "unique_inverse", "unique_values"):
-    register_ordering(
+    register(
         _name,
         None,
         note="how many there are depends on the values",

@@ -34,14 +34,8 @@ from reshard.spmd.ops.movement import (
     reshape,
     summed_to,
 )
-from reshard.spmd.rules.rule_builder import (
-    Inferred,
-    Shape,
-    axis_of,
-    counted,
-    from_dims,
-    from_pattern,
-)
+from reshard.spmd.rules import rule_builder as rules
+from reshard.spmd.rules.rule_builder import Inferred, Shape
 from reshard.spmd.rules.templates import einsum_template
 from reshard.spmd.shards.operation_call import call
 
@@ -54,10 +48,10 @@ def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     x1, x2 = operands(x1, x2)
     # Counted from the end, where operands are lined up.
     least = min(x1.ndim, x2.ndim)
-    return call("vecdot", (x1, x2), {"axis": axis_of(least, axis) - least})
+    return call("vecdot", (x1, x2), {"axis": rules.axis_of(least, axis) - least})
 
 
-register_product = partial(ship, family="products", linear="one", work=of_product)
+register = partial(ship, family="products", linear="one", work=of_product)
 
 
 def vecdot_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
@@ -66,13 +60,13 @@ def vecdot_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     >>> print(vecdot_rule([(4, 8), (8,)]).rule)
     ([i, j], [j]) -> ([i]) {i=4, j=8} reduction={j}
     """
-    counted("vecdot", shapes, 2)
+    rules.counted("vecdot", shapes, 2)
     # Counted from the end, where operands are aligned; an axis that is counted from the start
     # refers to the operand with fewer dimensions.
     least = min(map(len, shapes))
-    behind = -1 - (axis_of(least, axis) - least if axis >= 0 else axis)
+    behind = -1 - (rules.axis_of(least, axis) - least if axis >= 0 else axis)
     pattern = "... k *b, ... k *b -> ... *b"
-    return from_pattern(pattern, shapes, lengths={"b": behind}, broadcast="b", reduced="k")
+    return rules.from_pattern(pattern, shapes, lengths={"b": behind}, broadcast="b", reduced="k")
 
 
 def _pull_vecdot(step: TapeStep, g: Any, number: int) -> Any:
@@ -83,7 +77,7 @@ def _pull_vecdot(step: TapeStep, g: Any, number: int) -> Any:
     return expand_dims(g, axis=axis) * step.operands[1 - number]
 
 
-register_product(
+register(
     "vecdot",
     vecdot_rule,
     ([(4, 8), (8,)], {}),
@@ -113,7 +107,7 @@ def tensordot_rule(
     >>> print(tensordot_rule([(4, 8, 2), (2, 8, 5)], axes=[[1, 2], [1, 0]]).rule)
     ([i, k, l], [l, k, j]) -> ([i, j]) {i=4, j=5, k=8, l=2} reduction={k, l}
     """
-    counted("tensordot", shapes, 2)
+    rules.counted("tensordot", shapes, 2)
     summed = _find_summed(shapes, axes)
     if len(summed[0]) != len(summed[1]) or any(len(set(side)) != len(side) for side in summed):
         raise SpecError(f"axes {axes} of a tensordot; name the same number of each side, each once")
@@ -137,7 +131,9 @@ def product_of_pairs(
     batch = [f"batch {number}" for number in range(len(batching[0]))]
     sums = [f"summed {number}" for number in range(len(summed[0]))]
     free = [one for dims in tensors for one in dims if one not in (*batch, *sums)]
-    return from_dims(tensors, [[*batch, *free]], shapes, order=[*batch, *free, *sums], reduced=sums)
+    return rules.from_dims(
+        tensors, [[*batch, *free]], shapes, order=[*batch, *free, *sums], reduced=sums
+    )
 
 
 def _find_summed(
@@ -155,7 +151,7 @@ def _find_summed(
     else:
         given = [[side] if isinstance(side, int) else list(side) for side in axes]
     return [
-        [axis_of(rank, axis) for axis in side]
+        [rules.axis_of(rank, axis) for axis in side]
         for rank, side in zip((left, right), given, strict=True)
     ]
 
@@ -179,7 +175,7 @@ def _pull_tensordot(step: TapeStep, g: Any, number: int) -> Any:
     return permute_dims(found, [order.index(dim) for dim in range(len(order))])
 
 
-register_product(
+register(
     "tensordot",
     tensordot_rule,
     ([(4, 8, 2), (2, 8, 5)], {"axes": [[1, 2], [1, 0]]}),
@@ -266,7 +262,7 @@ def _spell_out(subscripts: str, shapes: Sequence[Shape]) -> tuple[list[str], str
     """Return the letters of each operand and of the result of an einsum, without ellipses."""
     text = re.sub(r"\s", "", subscripts)
     inputs = text.partition("->")[0].split(",")
-    counted(f"einsum {subscripts!r}", shapes, len(inputs))
+    rules.counted(f"einsum {subscripts!r}", shapes, len(inputs))
     spare = [letter for letter in _LETTERS if letter not in text]
     lengths = [
         len(shape) - len(own.replace("...", "")) if "..." in own else 0
@@ -403,7 +399,7 @@ def _pull_einsum(step: TapeStep, g: Any, number: int) -> Any:
     return broadcast_to(reshape(found, kept), shape)
 
 
-register_product(
+register(
     "einsum",
     einsum_rule,
     ([(2, 4, 8), (2, 5, 8)], {"subscripts": "bik,bjk->bij"}),
@@ -423,13 +419,13 @@ def matmul_rule(shapes: Sequence[Shape]) -> Inferred:
     >>> print(matmul_rule([(2, 4, 8), (8, 16)]).rule)
     ([i, j, l], [l, k]) -> ([i, j, k]) {i=2, j=4, k=16, l=8} reduction={l}
     """
-    counted("matmul", shapes, 2)
+    rules.counted("matmul", shapes, 2)
     left, right = shapes
     if not left or not right:
         raise SpecError(f"matmul of {left} and {right}; a scalar is multiplied by multiply")
     rows, columns = "i" * (len(left) > 1), "j" * (len(right) > 1)
     pattern = f"... {rows} k, ... k {columns} -> ... {rows} {columns}"
-    return from_pattern(pattern, shapes, reduced="k")
+    return rules.from_pattern(pattern, shapes, reduced="k")
 
 
 def _pull_matmul(step: TapeStep, g: Any, number: int) -> Any:
@@ -455,7 +451,7 @@ def _pull_matmul(step: TapeStep, g: Any, number: int) -> Any:
 
 
 matmul = make_function(
-    register_product(
+    register(
         "matmul",
         matmul_rule,
         ([(2, 4, 8), (8, 16)], {}),

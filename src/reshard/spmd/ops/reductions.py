@@ -61,16 +61,8 @@ from reshard.spmd.ops.movement import (
     reshape,
     take_ranges,
 )
-from reshard.spmd.rules.rule_builder import (
-    Axes,
-    Inferred,
-    Shape,
-    axes_of,
-    axis_of,
-    from_dims,
-    kept,
-    one_operand,
-)
+from reshard.spmd.rules import rule_builder as rules
+from reshard.spmd.rules.rule_builder import Axes, Inferred, Shape
 from reshard.spmd.rules.templates import reduce_template
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
@@ -98,15 +90,15 @@ def _make_attributes(axis: Axis, keepdims: bool) -> dict[str, Any]:
     return {"axis": tuple(axis) if isinstance(axis, list) else axis, "keepdims": bool(keepdims)}
 
 
-register_reduction = partial(ship, family="reductions", example=([(4, 8)], {"axis": 1}))
+register = partial(ship, family="reductions", example=([(4, 8)], {"axis": 1}))
 
 
 def _make_reduction(reduction: str, *, adjusted: bool = False) -> Infer:
     def infer(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = False) -> Inferred:
-        shape = one_operand("a reduction", shapes)
+        shape = rules.one_operand("a reduction", shapes)
         rule = reduce_template(
             len(shape),
-            axes_of(len(shape), axis),
+            rules.axes_of(len(shape), axis),
             keepdims=keepdims,
             reduction_operator=reduction,
         ).rule(shape)
@@ -124,13 +116,11 @@ def _pull_sum(step: TapeStep, g: Any, number: int) -> Any:
 def _keep_dims(step: TapeStep, reduced: Any) -> Any:
     """Return a total, or its cotangent, with dimensions of size 1 in place of the reduced."""
     shape = step.operands[0].shape
-    axes = axes_of(len(shape), step.attributes["axis"])
+    axes = rules.axes_of(len(shape), step.attributes["axis"])
     return reshape(reduced, [1 if dim in axes else size for dim, size in enumerate(shape)])
 
 
-register_reduction(
-    "sum", _make_reduction("sum"), linear="each", result_types=total, pullback=_pull_sum
-)
+register("sum", _make_reduction("sum"), linear="each", result_types=total, pullback=_pull_sum)
 
 
 # ---- prod
@@ -156,7 +146,7 @@ def _pull_product(step: TapeStep, g: Any, number: int) -> Any:
     return _keep_dims(step, g) * slope
 
 
-register_reduction(
+register(
     "prod",
     _make_reduction("product"),
     commutes=("product",),
@@ -206,7 +196,7 @@ def _pull_extreme(step: TapeStep, g: Any, number: int) -> Any:
     return where(equal, astype(share, g.dtype), 0.0)
 
 
-register_reduction(
+register(
     "max",
     _make_reduction("max"),
     commutes=("max",),
@@ -226,7 +216,7 @@ def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     return call("min", (x,), _make_attributes(axis, keepdims))
 
 
-register_reduction(
+register(
     "min",
     _make_reduction("min"),
     commutes=("min",),
@@ -254,7 +244,7 @@ def check_some(x: Any, axis: Axis, name: str) -> None:
 
 def _count_reduced(shape: Sequence[int], axis: Axis) -> int:
     """Return the number of elements that are reduced to each element of the result."""
-    return math.prod(shape[one] for one in axes_of(len(shape), axis))
+    return math.prod(shape[one] for one in rules.axes_of(len(shape), axis))
 
 
 # ---- all
@@ -270,7 +260,7 @@ def _as_truth(x: Any) -> Any:
     return x if x.dtype.name == "bool" else data_types.astype(x, data_types.bool)
 
 
-register_reduction(
+register(
     "all",
     _make_reduction("min"),
     commutes=("min",),
@@ -289,7 +279,7 @@ def any(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     return call("any", (_as_truth(x),), _make_attributes(axis, keepdims))
 
 
-register_reduction(
+register(
     "any",
     _make_reduction("max"),
     commutes=("max",),
@@ -373,7 +363,7 @@ def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any
 def _find_place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
     check_some(x, axis, name)
     if axis is not None:
-        return call(name, (x,), {"axis": axis_of(x.ndim, axis), "keepdims": bool(keepdims)})
+        return call(name, (x,), {"axis": rules.axis_of(x.ndim, axis), "keepdims": bool(keepdims)})
     # Without an axis, the result is the index in the flattened array, in row-major order.
     found = call(name, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
     return reshape(found, (1,) * x.ndim) if keepdims else found
@@ -385,16 +375,18 @@ def whole_axes(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = Fals
     >>> print(whole_axes([(4, 8)], axis=1).rule)
     ([i, j]) -> ([i]) {i=4, j=8} need_replication={j}
     """
-    shape = one_operand("a reduction", shapes)
+    shape = rules.one_operand("a reduction", shapes)
     dims = range(len(shape))
-    ones = {dim: f"one {dim}" for dim in axes_of(len(shape), axis)}
+    ones = {dim: f"one {dim}" for dim in rules.axes_of(len(shape), axis)}
     left = [ones.get(dim, dim) for dim in dims if keepdims or dim not in ones]
     order = [factor for dim in dims for factor in (dim, ones.get(dim, dim))]
-    return from_dims([dims], [left], [shape], order=order, sizes=dict.fromkeys(ones.values(), 1))
+    return rules.from_dims(
+        [dims], [left], [shape], order=order, sizes=dict.fromkeys(ones.values(), 1)
+    )
 
 
 _PLACE = "an index says nothing without its value"
-register_reduction("argmax", whole_axes, result_types=index, note=_PLACE, is_constant=True)
+register("argmax", whole_axes, result_types=index, note=_PLACE, is_constant=True)
 
 
 # ---- argmin
@@ -406,7 +398,7 @@ def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any
     return _find_place("argmin", x, axis, keepdims)
 
 
-register_reduction("argmin", whole_axes, result_types=index, note=_PLACE, is_constant=True)
+register("argmin", whole_axes, result_types=index, note=_PLACE, is_constant=True)
 
 
 # ---- cumulative_sum
@@ -427,7 +419,7 @@ def _take_totals(name: str, x: Any, axis: int | None, dtype: object, include_ini
         axis = 0
     wide = _find_total_type(name, x, dtype)
     x = data_types.astype(x, wide)
-    place = axis_of(x.ndim, axis)
+    place = rules.axis_of(x.ndim, axis)
     # The result is an element longer than the parts, so the operator works on the whole axis.
     if include_initial:
         return call(name, (x,), {"axis": place, "include_initial": True}, {"dtype": wide})
@@ -452,19 +444,19 @@ def cumulative_rule(
     >>> print(cumulative_rule([(4, 8)], axis=1, parts=(3, 3, 2)).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8}
     """
-    shape = one_operand("a cumulative operator", shapes)
+    shape = rules.one_operand("a cumulative operator", shapes)
     if axis is None and len(shape) != 1:
         raise SpecError(f"running totals of {shape} without an axis; say along which")
-    place = axis_of(len(shape), axis or 0)
+    place = rules.axis_of(len(shape), axis or 0)
     if parts is not None:
         if include_initial or builtins.sum(parts) != shape[place]:
             raise SpecError(f"parts {tuple(parts)} of {shape[place]}; their sum must be that size")
         dims = range(len(shape))
         # `_begins_at_parts` checks whether the ranks' parts are these: only then may the axis be
         # cut.
-        return from_dims([dims], [dims], [shape], adjusted=[place])
+        return rules.from_dims([dims], [dims], [shape], adjusted=[place])
     result = (*shape[:place], shape[place] + bool(include_initial), *shape[place + 1 :])
-    return kept(shape, result, moved=[] if result[place] == 1 else [place])
+    return rules.kept(shape, result, moved=[] if result[place] == 1 else [place])
 
 
 def _totals_kernel(work: LocalWork) -> Function:

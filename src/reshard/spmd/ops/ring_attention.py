@@ -26,6 +26,7 @@ from reshard.spmd.core.operator import (
     TapeStep,
 )
 from reshard.spmd.ops import elementwise as e
+from reshard.spmd.ops import networks
 from reshard.spmd.ops.attention import (
     Attention,
     SeenKeys,
@@ -37,7 +38,7 @@ from reshard.spmd.ops.attention import (
 )
 from reshard.spmd.ops.elementwise import where, whole
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
-from reshard.spmd.ops.networks import pull_again, register_layer
+from reshard.spmd.ops.networks import pull_again
 from reshard.spmd.ops.reductions import sum as sum_over
 from reshard.spmd.rules.rule_builder import Inferred, Shape, counted, from_pattern
 from reshard.spmd.rules.sharding_rule import OpShardingRule
@@ -294,7 +295,7 @@ def pull_turn(
     return tuple(placed(one, x.type.spec) for one, x in zip(made, arrays, strict=True))
 
 
-register_layer(
+networks.register(
     "attention_turn",
     attention_turn_rule,
     (_EVEN, _TURN),
@@ -419,7 +420,7 @@ def _find_met(attributes: Mapping[str, Any], shape: Sequence[int]) -> Any:
     return met & (before >= low) & (before <= high)
 
 
-register_layer(
+networks.register(
     "attention_turn_gradient",
     attention_turn_gradient_rule,
     ([*_EVEN, (2, 8, 6), (2, 8, 6), (2, 8, 6, 32)], _TURN),

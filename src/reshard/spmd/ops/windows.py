@@ -27,31 +27,13 @@ from reshard.spmd.core.local_work import Function, LocalWork, Stretch
 from reshard.spmd.core.operator import Example, TapeStep, of_product, ship
 from reshard.spmd.core.result_types import kind_of, of_first
 from reshard.spmd.ops import elementwise as e
+from reshard.spmd.ops import halos
 from reshard.spmd.ops.arguments import of_arrays, whole_number, whole_numbers, whole_pairs
 from reshard.spmd.ops.elementwise import operands, where
-from reshard.spmd.ops.halos import (
-    NOTE,
-    Edges,
-    Specs,
-    WindowReach,
-    find_edges,
-    find_reaches,
-    place_elements_gradient,
-    place_kernel_gradient,
-    place_largest_gradient,
-    place_windows,
-    stretches_of_space,
-    whole_edges,
-)
+from reshard.spmd.ops.halos import Edges, WindowReach
 from reshard.spmd.ops.movement import pad, take_ranges
-from reshard.spmd.rules.rule_builder import (
-    Inferred,
-    Shape,
-    counted,
-    from_dims,
-    from_pattern,
-    one_operand,
-)
+from reshard.spmd.rules import rule_builder as rules
+from reshard.spmd.rules.rule_builder import Inferred, Shape
 from reshard.spmd.shards.operation_call import call
 
 Sizes = int | Sequence[int]
@@ -60,7 +42,7 @@ Pads = Sequence[Sequence[int]]
 GivenSpecs = Sequence[ShardingSpec]
 Shapes = Sequence[Shape]
 Attributes = Mapping[str, Any]
-Placed = tuple[Specs, Specs] | None
+Placed = tuple[halos.Specs, halos.Specs] | None
 _POOLED: Example = ([(2, 3, 8)], {"window": (2,)})
 _POOL_BACK = {"window": (2,), "strides": (2,), "padding": ((0, 0),)}
 FindReaches = Callable[[Sequence[int], Sequence[int]], tuple[WindowReach, ...]]
@@ -95,19 +77,19 @@ def _on_edges(
     count = len(window)
     if not work.result_specs or first is None or first.spec is None:
         # Nothing is sharded.
-        return [make(lambda x: whole_edges(find(x.shape[len(x.shape) - count :], window)))]
+        return [make(lambda x: halos.whole_edges(find(x.shape[len(x.shape) - count :], window)))]
     reaches = find(first.shape[first.ndim - count :], window)
 
     def make_here(windows: Sequence[Stretch], held: Sequence[Stretch]) -> Function:
-        edges = find_edges(reaches, windows, held)
+        edges = halos.find_edges(reaches, windows, held)
         return make(lambda x: edges)
 
-    made = stretches_of_space(work, 0, count, of_result=True)
-    return list(map(make_here, made, stretches_of_space(work, 0, count)))
+    made = halos.stretches_of_space(work, 0, count, of_result=True)
+    return list(map(make_here, made, halos.stretches_of_space(work, 0, count)))
 
 
-_register = partial(ship, family="windows")
-_register_product = partial(_register, linear="one", work=of_product)
+register = partial(ship, family="windows")
+_register_product = partial(register, linear="one", work=of_product)
 
 
 @of_arrays
@@ -164,7 +146,7 @@ def window_sizes(
             f"window {tuple(window)}, strides {steps}, padding {ends}, dilation {gaps} over "
             f"{tuple(sizes)}; give one of each per dimension"
         )
-    return tuple(one.count for one in find_reaches(sizes, window, steps, ends, gaps))
+    return tuple(one.count for one in halos.find_reaches(sizes, window, steps, ends, gaps))
 
 
 def _convolution_rule(
@@ -183,7 +165,7 @@ def _convolution_rule(
     ([i, k, j], [l, k, m]) -> ([i, l, j]) {i=2, j=6, k=6, l=10, m=3}
     reduction={k} need_replication={m} permutation={j}
     """
-    counted("convolution", shapes, 2)
+    rules.counted("convolution", shapes, 2)
     image, kernel = shapes
     space = len(image) - 2
     if space < 0 or len(kernel) != len(image):
@@ -217,7 +199,7 @@ def _convolution_rule(
     made = "b" * (batch_groups > 1) + "g" * (groups > 1) + "o" * (sizes["o"] != 1)
     pattern = f"{batch} {inputs} *s, {made or 'o'} c *_ -> n {made or 'o'} *s"
     # The order of factors decides ties of propagation.
-    return from_pattern(pattern, shapes, order="bnsgco", sizes=sizes, reduced="c", moved="s")
+    return rules.from_pattern(pattern, shapes, order="bnsgco", sizes=sizes, reduced="c", moved="s")
 
 
 def _name_factors(groups: str, each: str, sizes: Mapping[str, int]) -> str:
@@ -231,12 +213,12 @@ def _reaches_of_convolution(
     sizes: Sequence[int], window: Sequence[int], attributes: Attributes
 ) -> tuple[WindowReach, ...]:
     names = "strides", "padding", "dilation"
-    return find_reaches(sizes, window, *(attributes[name] for name in names))
+    return halos.find_reaches(sizes, window, *(attributes[name] for name in names))
 
 
 def _place_convolution(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
     reaches = _reaches_of_convolution(shapes[0][2:], shapes[1][2:], attributes)
-    return place_windows(specs, shapes, reaches, _convolution_rule(shapes, **attributes))
+    return halos.place_windows(specs, shapes, reaches, _convolution_rule(shapes, **attributes))
 
 
 def _convolution_kernel(work: LocalWork) -> list[Function]:
@@ -248,7 +230,7 @@ def _convolution_kernel(work: LocalWork) -> list[Function]:
     window = () if kernel_type is None else kernel_type.shape[2:]
 
     def find(sizes: Sequence[int], window: Sequence[int]) -> tuple[WindowReach, ...]:
-        return find_reaches(sizes, window, strides, padding, dilation)
+        return halos.find_reaches(sizes, window, strides, padding, dilation)
 
     def make(edges_of: Callable[[Any], Edges]) -> Function:
         def function(x: Any, kernel: Any) -> Any:
@@ -302,7 +284,7 @@ _register_product(
     ([(2, 6, 8, 8), (10, 3, 3, 3)], {"groups": 2}),
     local=_convolution_kernel,
     placed=_place_convolution,
-    note=NOTE,
+    note=halos.NOTE,
     pullback=_pull_convolution,
 )
 
@@ -324,19 +306,19 @@ def _input_gradient_rule(
     ([i, k, j], [k, l, m]) -> ([i, l, j]) {i=2, j=8, k=10, l=6, m=3}
     reduction={k} need_replication={m} permutation={j}
     """
-    counted("convolution_input_gradient", shapes, 2)
+    rules.counted("convolution_input_gradient", shapes, 2)
     outputs, each = shapes[1][:2]
     known = {"g": groups, "o": outputs // groups, "c": each}
     made, inputs = _name_factors("g", "o", known), _name_factors("g", "c", known)
     pattern = f"n {made} *s, {made} {'c' if 'c' in inputs else '_'} *_ -> n {inputs} *s"
     known |= {f"s{dim}": size for dim, size in enumerate(sizes)}
-    return from_pattern(pattern, shapes, order="nsgoc", sizes=known, reduced="o", moved="s")
+    return rules.from_pattern(pattern, shapes, order="nsgoc", sizes=known, reduced="o", moved="s")
 
 
 def _place_input_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
     reaches = _reaches_of_convolution(attributes["sizes"], shapes[1][2:], attributes)
     inferred = _input_gradient_rule(shapes, **attributes)
-    return place_elements_gradient(specs, shapes, reaches, inferred)
+    return halos.place_elements_gradient(specs, shapes, reaches, inferred)
 
 
 @dataclass(frozen=True)
@@ -410,13 +392,13 @@ def _find_places(
     seen = made
     first = work.operands[0]
     if work.result_specs and first is not None and first.spec is not None:
-        made = stretches_of_space(work, 0, count, of_result=True)
-        held = stretches_of_space(work, 0, count)
-        seen = made if elements is None else stretches_of_space(work, elements, count)
+        made = halos.stretches_of_space(work, 0, count, of_result=True)
+        held = halos.stretches_of_space(work, 0, count)
+        seen = made if elements is None else halos.stretches_of_space(work, elements, count)
     found = []
     for own, windows, others in zip(made, held, seen, strict=True):
         asked = [reach.seeing(one) for reach, one in zip(reaches, own, strict=True)]
-        found.append((_find_span(reaches, own, windows), find_edges(reaches, asked, others)))
+        found.append((_find_span(reaches, own, windows), halos.find_edges(reaches, asked, others)))
     return found
 
 
@@ -427,7 +409,7 @@ def _input_gradient_kernel(work: LocalWork) -> list[Function]:
     strides, dilation = options["strides"], options["dilation"]
     kernel_type = work.operands[1]
     each, *window = (0,) if kernel_type is None else kernel_type.shape[1:]
-    reaches = find_reaches(options["sizes"], window, strides, options["padding"], dilation)
+    reaches = halos.find_reaches(options["sizes"], window, strides, options["padding"], dilation)
     # A rank may have the channels of only some groups.
     shapes = work.result_shapes_here((0, each * options["groups"]))
 
@@ -467,7 +449,7 @@ _register_product(
     local=_input_gradient_kernel,
     placed=_place_input_gradient,
     result_types=of_first,
-    note=NOTE,
+    note=halos.NOTE,
     pullback=_pull_input_gradient,
 )
 
@@ -487,7 +469,7 @@ def _kernel_gradient_rule(
     ([i, k, l], [i, j, l]) -> ([j, k, m]) {i=2, j=10, k=6, l=6, m=3}
     reduction={i} need_replication={m} permutation={l}
     """
-    counted("convolution_kernel_gradient", shapes, 2)
+    rules.counted("convolution_kernel_gradient", shapes, 2)
     x, g = shapes
     known = {"g": groups, "o": g[1] // groups, "c": x[1] // groups}
     made, inputs = _name_factors("g", "o", known), _name_factors("g", "c", known)
@@ -495,7 +477,7 @@ def _kernel_gradient_rule(
     # Space may stay sharded, because ranks get the edges of other parts: see `halos`.
     known |= {f"s{dim}": size for dim, size in enumerate(g[2:])}
     known |= {f"w{dim}": size for dim, size in enumerate(window)}
-    return from_pattern(
+    return rules.from_pattern(
         pattern,
         shapes,
         [(g[1], x[1] // groups, *window)],
@@ -511,7 +493,7 @@ def _kernel_gradient_rule(
 def _place_kernel_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
     reaches = _reaches_of_convolution(shapes[0][2:], attributes["window"], attributes)
     inferred = _kernel_gradient_rule(shapes, **attributes)
-    return place_kernel_gradient(specs, shapes, reaches, inferred)
+    return halos.place_kernel_gradient(specs, shapes, reaches, inferred)
 
 
 def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
@@ -522,12 +504,12 @@ def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
     count = len(window)
     x_type = work.operands[0]
     sizes = () if x_type is None else x_type.shape[2:]
-    reaches = find_reaches(sizes, window, strides, options["padding"], dilation)
+    reaches = halos.find_reaches(sizes, window, strides, options["padding"], dilation)
     held = [[(0, one.size) for one in reaches]]
     windows = [[(0, one.count) for one in reaches]]
     shapes: list[Any] = [None]
     if work.result_specs and x_type is not None and x_type.spec is not None:
-        held, windows = (stretches_of_space(work, number, count) for number in (0, 1))
+        held, windows = (halos.stretches_of_space(work, number, count) for number in (0, 1))
         shapes = list(work.result_shapes_here(()))
 
     def make(edges: Edges, shape: Any) -> Function:
@@ -552,7 +534,7 @@ def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
         return function
 
     return [
-        make(find_edges(reaches, some, elements), shape)
+        make(halos.find_edges(reaches, some, elements), shape)
         for some, elements, shape in zip(windows, held, shapes, strict=True)
     ]
 
@@ -621,7 +603,7 @@ def _pooling_rule(
     >>> print(_pooling_rule([(2, 3, 8, 8)], window=(2, 2)).rule)
     ([i, j, k, l]) -> ([i, j, k, l]) {i=2, j=3, k=4, l=4} permutation={k, l}
     """
-    shape = one_operand("pooling", shapes)
+    shape = rules.one_operand("pooling", shapes)
     lead = len(shape) - len(window)
     if lead < 0:
         raise SpecError(f"window {tuple(window)} over {shape}; it has more dimensions")
@@ -641,7 +623,7 @@ def _infer_windows(
     dims, lead = range(len(shapes[0])), len(shapes[0]) - len(window)
     # Windows of a single element need no neighbours.
     moved = [lead + n for n in range(len(window)) if not _is_still(n, window, strides, padding)]
-    return from_dims(
+    return rules.from_dims(
         [dims] * len(shapes), [dims], shapes, sizes=dict(enumerate(sizes, lead)), moved=moved
     )
 
@@ -658,12 +640,12 @@ def _is_still(
 def _reaches_of_pooling(sizes: Sequence[int], attributes: Attributes) -> tuple[WindowReach, ...]:
     window = attributes["window"]
     own = sizes[len(sizes) - len(window) :]
-    return find_reaches(own, window, attributes["strides"], attributes["padding"])
+    return halos.find_reaches(own, window, attributes["strides"], attributes["padding"])
 
 
 def _place_pooling(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
     reaches = _reaches_of_pooling(shapes[0], attributes)
-    return place_windows(specs, shapes, reaches, _pooling_rule(shapes, **attributes))
+    return halos.place_windows(specs, shapes, reaches, _pooling_rule(shapes, **attributes))
 
 
 def _pool_kernel(
@@ -673,7 +655,7 @@ def _pool_kernel(
     strides, padding = work.attributes["strides"], work.attributes["padding"]
 
     def find(sizes: Sequence[int], window: Sequence[int]) -> tuple[WindowReach, ...]:
-        return find_reaches(sizes, window, strides, padding)
+        return halos.find_reaches(sizes, window, strides, padding)
 
     def make(edges_of: Callable[[Any], Edges]) -> Function:
         def function(x: Any) -> Any:
@@ -727,7 +709,7 @@ def _pooling(step: TapeStep) -> dict[str, Any]:
     return {name: step.attributes[name] for name in ("window", "strides", "padding")}
 
 
-_register(
+register(
     "max_pool",
     _pooling_rule,
     _POOLED,
@@ -735,22 +717,22 @@ _register(
     local=_max_pool_kernel,
     placed=_place_pooling,
     result_types=of_first,
-    note=NOTE,
+    note=halos.NOTE,
     pullback=_pull_max_pool,
 )
 
-_register(
+register(
     "avg_pool",
     _pooling_rule,
     _POOLED,
     linear="each",
     local=_avg_pool_kernel,
     placed=_place_pooling,
-    note=NOTE,
+    note=halos.NOTE,
     pullback=_pull_avg_pool,
 )
 
-_register(
+register(
     "sum_pool",
     _pooling_rule,
     _POOLED,
@@ -764,7 +746,7 @@ def _max_gradient_rule(
     shapes: Sequence[Shape], window: Sequence[int], strides: Sequence[int], padding: Pads
 ) -> Inferred:
     """Infer the pooled array's cotangent from the maxima's cotangent, the maxima and the array."""
-    counted("max_pool_gradient", shapes, 3)
+    rules.counted("max_pool_gradient", shapes, 3)
     sizes = shapes[2][len(shapes[2]) - len(window) :]
     return _infer_windows(shapes, sizes, window, strides, padding)
 
@@ -777,20 +759,20 @@ def _avg_gradient_rule(
     padding: Pads,
 ) -> Inferred:
     """Infer the cotangent of the pooled array `[..., *sizes]` from the cotangent of the means."""
-    shape = one_operand("avg_pool_gradient", shapes)
+    shape = rules.one_operand("avg_pool_gradient", shapes)
     return _infer_windows([shape], sizes, window, strides, padding)
 
 
 def _place_max_back(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
     reaches = _reaches_of_pooling(shapes[2], attributes)
     inferred = _max_gradient_rule(shapes, **attributes)
-    return place_largest_gradient(specs, shapes, reaches, inferred)
+    return halos.place_largest_gradient(specs, shapes, reaches, inferred)
 
 
 def _place_avg_back(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
     reaches = _reaches_of_pooling(attributes["sizes"], attributes)
     inferred = _avg_gradient_rule(shapes, **attributes)
-    return place_elements_gradient(specs, shapes, reaches, inferred)
+    return halos.place_elements_gradient(specs, shapes, reaches, inferred)
 
 
 def _max_gradient_kernel(work: LocalWork) -> list[Function]:
@@ -803,7 +785,7 @@ def _max_gradient_kernel(work: LocalWork) -> list[Function]:
     window, strides = options["window"], options["strides"]
     pooled = work.operands[2]
     sizes = () if pooled is None else pooled.shape[pooled.ndim - len(window) :]
-    reaches = find_reaches(sizes, window, strides, options["padding"])
+    reaches = halos.find_reaches(sizes, window, strides, options["padding"])
     ones = (1,) * len(window)
 
     def make(span: _Span, edges: Edges) -> Function:
@@ -829,7 +811,7 @@ def _avg_gradient_kernel(work: LocalWork) -> list[Function]:
     """Return kernels for the pooled array's cotangent, from the cotangent of the means."""
     library, options = work.library, work.attributes
     window, strides = options["window"], options["strides"]
-    reaches = find_reaches(options["sizes"], window, strides, options["padding"])
+    reaches = halos.find_reaches(options["sizes"], window, strides, options["padding"])
     ones = (1,) * len(window)
 
     def make(span: _Span) -> Function:
@@ -895,7 +877,7 @@ def _list_pool_places(step: TapeStep, g: Any) -> tuple[int, list[Ranges]]:
     return lead, list(_list_places(window, g.shape[lead:], attributes["strides"], ones))
 
 
-_register(
+register(
     "max_pool_gradient",
     _max_gradient_rule,
     ([(2, 3, 4), (2, 3, 4), (2, 3, 8)], _POOL_BACK),
@@ -903,7 +885,7 @@ _register(
     local=_max_gradient_kernel,
     placed=_place_max_back,
     result_types=of_first,
-    note=NOTE,
+    note=halos.NOTE,
     pullback=_pull_max_pool_gradient,
 )
 
@@ -912,7 +894,7 @@ def _pull_avg_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
     return call("avg_pool", (cotangent,), _pooling(step))
 
 
-_register(
+register(
     "avg_pool_gradient",
     _avg_gradient_rule,
     ([(2, 3, 4)], {"sizes": (8,), **_POOL_BACK}),
@@ -920,6 +902,6 @@ _register(
     local=_avg_gradient_kernel,
     placed=_place_avg_back,
     result_types=of_first,
-    note=NOTE,
+    note=halos.NOTE,
     pullback=_pull_avg_pool_gradient,
 )
