@@ -26,17 +26,15 @@ import errno
 import hmac
 import ipaddress
 import os
-import selectors
 import socket
 import stat
 import threading
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 
 from reshard.errors import LinkError
 from reshard.system import find_silence_ms, list_descriptors, set_tcp_option
-from reshard.torch.links.sealed_store import SealedStore, code_of
+from reshard.torch.links.sealed_store import NONCE_BYTES, Peer, ProvingServer, SealedStore, code_of
 
 # The seconds between probes.
 _ASKED_S = 1
@@ -121,13 +119,13 @@ def _is_of_this_host(connected: socket.socket) -> bool:
 
 
 _KEY = "presence"
-_TOKEN_BYTES, _NONCE_BYTES, _CODE_BYTES = 16, 16, 32
+_TOKEN_BYTES, _CODE_BYTES = 16, 32
 _HELLO_BYTES = _TOKEN_BYTES + _CODE_BYTES
 # How a process ended; precedes its token.
 _CLOSED, _SILENT = b"c", b"s"
 _END_BYTES = 1 + _TOKEN_BYTES
-# The seconds for authentication, and the number of unauthenticated connections.
-_GREETING_S, _MAX_UNKNOWN = 10.0, 128
+# The maximum seconds that a process takes to connect.
+_GREETING_S = 10.0
 
 
 class Heartbeat:
@@ -181,7 +179,7 @@ class HeartbeatClient(Heartbeat):
         try:
             self._socket = socket.create_connection((host, int(port)), timeout=limit_s)
             set_user_timeout(self._socket, silence_s)
-            nonce = _receive(self._socket, _NONCE_BYTES)
+            nonce = _receive(self._socket, NONCE_BYTES)
             own = bytes.fromhex(self.token)
             self._socket.sendall(own + code_of(store.key, b"presence", nonce, own))
             self._socket.setblocking(False)
@@ -237,7 +235,7 @@ class HeartbeatClient(Heartbeat):
                 self._told = self._told[whole:]
 
 
-class HeartbeatServer(Heartbeat):
+class HeartbeatServer(ProvingServer, Heartbeat):
     """The trainer's first rank, to which all others connect.
 
     Args:
@@ -247,103 +245,47 @@ class HeartbeatServer(Heartbeat):
     """
 
     def __init__(self, store: SealedStore, address: str, silence_s: float) -> None:
-        super().__init__()
-        self._key, self._silence_s = store.key, silence_s
+        Heartbeat.__init__(self)
+        self._silence_s = silence_s
+        # The tokens of connected processes.
+        self._tokens: dict[socket.socket, str] = {}
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family)
-        self._listener.setblocking(False)
-        # Unauthenticated connections: start time, nonce, and received bytes.
-        self._unknown: dict[socket.socket, tuple[float, bytes, bytes]] = {}
-        self._known: dict[socket.socket, str] = {}
-        self._waker, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        for each in (self._listener, self._woken):
-            self._selector.register(each, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="reshard presence", daemon=True)
+        listener = socket.create_server((address, 0), family=family)
+        port = listener.getsockname()[1]
+        ProvingServer.__init__(self, [listener], store.key, _HELLO_BYTES)
+        self._thread = threading.Thread(target=self.serve, name="reshard presence", daemon=True)
         self._thread.start()
-        store.set(_KEY, f"{address} {self._listener.getsockname()[1]}")
+        store.set(_KEY, f"{address} {port}")
 
     def close(self) -> None:
         """See `Heartbeat.close`."""
-        with contextlib.suppress(OSError):
-            self._waker.send(b"\0")
+        self.waker.close()
         self._thread.join()
-        self._waker.close()
 
-    def _serve(self) -> None:
-        try:
-            while True:
-                for key, _ in self._selector.select(1.0 if self._unknown else None):
-                    accepted = key.fileobj
-                    if accepted is self._woken:
-                        return
-                    if accepted is self._listener:
-                        self._admit()
-                    elif accepted in self._unknown or accepted in self._known:
-                        self._hear(accepted)
-                late_s = time.monotonic() - _GREETING_S
-                for each, (since_s, _, _) in list(self._unknown.items()):
-                    if since_s < late_s:
-                        self._drop(each)
-        finally:
-            for each in [*self._unknown, *self._known, self._listener, self._woken]:
-                each.close()
-            self._selector.close()
+    def _configure(self, connected: socket.socket) -> None:
+        set_user_timeout(connected, self._silence_s)
 
-    def _admit(self) -> None:
-        try:
-            accepted, _ = self._listener.accept()
-        except OSError:
-            # The connection was closed again, or this process has too many open files.
-            time.sleep(0.01)
-            return
-        if len(self._unknown) >= _MAX_UNKNOWN:
-            self._drop(next(iter(self._unknown)))
-        nonce = os.urandom(_NONCE_BYTES)
-        accepted.setblocking(False)
-        self._selector.register(accepted, selectors.EVENT_READ)
-        self._unknown[accepted] = time.monotonic(), nonce, b""
-        try:
-            set_user_timeout(accepted, self._silence_s)
-            accepted.send(nonce)
-        except OSError:
-            self._drop(accepted)
+    def _is_right(self, nonce: bytes, proof: bytes) -> bool:
+        token, code = proof[:_TOKEN_BYTES], proof[_TOKEN_BYTES:]
+        return hmac.compare_digest(code, code_of(self._key, b"presence", nonce, token))
 
-    def _hear(self, connected: socket.socket) -> None:
-        way = _CLOSED
-        try:
-            received = connected.recv(_HELLO_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            received, way = b"", _SILENT if error.errno in SILENT_ERRORS else _CLOSED
-        if connected in self._known or not received:
-            # Authenticated processes send nothing else.
-            self._drop(connected, way)
-            return
-        since_s, nonce, before = self._unknown[connected]
-        received = before + received
-        self._unknown[connected] = since_s, nonce, received
-        if len(received) < _HELLO_BYTES:
-            return
-        token, code = received[:_TOKEN_BYTES], received[_TOKEN_BYTES:]
-        if not hmac.compare_digest(code, code_of(self._key, b"presence", nonce, token)):
-            self._drop(connected)
-            return
-        del self._unknown[connected]
-        self._known[connected] = token.hex()
+    def _welcome(self, connected: socket.socket, peer: Peer, proof: bytes) -> None:
+        self._tokens[connected] = proof[:_TOKEN_BYTES].hex()
         # A late process learns of those that ended before.
         for each, way in list(self._gone.items()):
             self._tell(connected, each, way)
 
-    def _drop(self, connected: socket.socket, way: bytes = _CLOSED) -> None:
-        self._unknown.pop(connected, None)
-        token = self._known.pop(connected, "")
-        self._selector.unregister(connected)
-        connected.close()
+    def _answer_all(self, connected: socket.socket, peer: Peer) -> None:
+        # Processes of a link send nothing else.
+        self._drop(connected)
+
+    def _drop(self, connected: socket.socket, error: OSError | None = None) -> None:
+        super()._drop(connected)
+        token = self._tokens.pop(connected, "")
         if token:
-            self._gone[token] = way
-            for other in self._known:
+            is_silent = error is not None and error.errno in SILENT_ERRORS
+            way = self._gone[token] = _SILENT if is_silent else _CLOSED
+            for other in self._tokens:
                 self._tell(other, token, way)
 
     def _tell(self, connected: socket.socket, token: str, way: bytes) -> None:

@@ -57,9 +57,9 @@ from reshard.errors import LinkError, UsageError
 from reshard.log import WaitNotice
 
 _MAGIC = b"reshard1"
-_NONCE_BYTES, _CODE_BYTES = 16, 32
+NONCE_BYTES, _CODE_BYTES = 16, 32
 SALT_BYTES = 16
-_HELLO_BYTES = len(_MAGIC) + SALT_BYTES + _CODE_BYTES + _NONCE_BYTES
+_HELLO_BYTES = len(_MAGIC) + SALT_BYTES + _CODE_BYTES + NONCE_BYTES
 _GREETING_S, _MAX_UNKNOWN = 10.0, 1024
 _REQUEST, _ANSWER = struct.Struct("<cII"), struct.Struct("<BI")
 _MAX_BYTES = 1 << 26
@@ -67,13 +67,142 @@ _SET, _GET, _ADD, _CHECK, _DELETE = b"S", b"G", b"A", b"C", b"D"
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class Peer:
     """A connection: start time, nonce until the secret is proved, and buffers."""
 
     since_s: float
     nonce: bytes
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
+
+
+class ProvingServer:
+    """The state of a thread that serves processes which have proved a secret.
+
+    Args:
+        listeners: listening sockets.
+        key: derived from the secret.
+        proof_bytes: the length of what a process sends first.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket], key: bytes, proof_bytes: int) -> None:
+        self._listeners, self._key, self._proof_bytes = frozenset(listeners), key, proof_bytes
+        # In order of arrival.
+        self._unknown: dict[socket.socket, Peer] = {}
+        self._known: dict[socket.socket, Peer] = {}
+        self.waker, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for one in (*listeners, self._woken):
+            one.setblocking(False)
+            self._selector.register(one, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Answer until `waker` is closed."""
+        try:
+            while True:
+                for key, events in self._selector.select(1.0 if self._unknown else None):
+                    found = key.fileobj
+                    if found is self._woken:
+                        return
+                    if found in self._listeners:
+                        self._accept(found)
+                    # An event of a connection that was dropped meanwhile is ignored.
+                    elif found in self._unknown or found in self._known:
+                        self._attend(found, events)
+                late_s = time.monotonic() - _GREETING_S
+                for one in [one for one, peer in self._unknown.items() if peer.since_s < late_s]:
+                    self._drop(one)
+        finally:
+            for one in [*self._unknown, *self._known, *self._listeners, self._woken]:
+                one.close()
+            self._selector.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            found, _ = listener.accept()
+        except OSError:
+            # The connection was closed again, or this process has too many open files.
+            time.sleep(0.01)
+            return
+        if len(self._unknown) >= _MAX_UNKNOWN:
+            self._drop(next(iter(self._unknown)))
+        peer = self._unknown[found] = Peer(time.monotonic(), os.urandom(NONCE_BYTES))
+        found.setblocking(False)
+        self._selector.register(found, selectors.EVENT_READ)
+        try:
+            self._configure(found)
+        except OSError:
+            self._drop(found)
+            return
+        self._send(found, peer, self._greet(peer.nonce))
+
+    def _attend(self, connected: socket.socket, events: int) -> None:
+        peer = self._known.get(connected) or self._unknown[connected]
+        if events & selectors.EVENT_WRITE:
+            self._send(connected, peer, b"")
+        if not events & selectors.EVENT_READ:
+            return
+        error: OSError | None = None
+        try:
+            received = connected.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError as raised:
+            received, error = b"", raised
+        if not received:
+            self._drop(connected, error)
+            return
+        peer.received += received
+        if connected in self._unknown:
+            if len(peer.received) < self._proof_bytes:
+                return
+            proof = bytes(peer.received[: self._proof_bytes])
+            if not self._is_right(peer.nonce, proof):
+                self._drop(connected)
+                return
+            del self._unknown[connected], peer.received[: self._proof_bytes]
+            self._known[connected] = peer
+            self._welcome(connected, peer, proof)
+        if connected in self._known and peer.received:
+            self._answer_all(connected, peer)
+
+    def _send(self, connected: socket.socket, peer: Peer, data: bytes) -> None:
+        """Send what is possible now, and the rest when the peer is writable."""
+        peer.unsent += data
+        try:
+            while peer.unsent:
+                del peer.unsent[: connected.send(peer.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(connected)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        if self._selector.get_key(connected).events != wanted:
+            self._selector.modify(connected, wanted)
+
+    def _drop(self, connected: socket.socket, error: OSError | None = None) -> None:
+        """Close a connection, which the error has ended if there is any."""
+        if self._unknown.pop(connected, None) or self._known.pop(connected, None):
+            self._selector.unregister(connected)
+            connected.close()
+
+    def _configure(self, connected: socket.socket) -> None:
+        """Set the options of a new connection; an OSError closes it."""
+
+    def _greet(self, nonce: bytes) -> bytes:
+        """Return what is sent first."""
+        return nonce
+
+    def _is_right(self, nonce: bytes, proof: bytes) -> bool:
+        """Return whether a peer that sends this knows the secret."""
+        raise NotImplementedError
+
+    def _welcome(self, connected: socket.socket, peer: Peer, proof: bytes) -> None:
+        """Begin to serve a peer that has proved the secret."""
+
+    def _answer_all(self, connected: socket.socket, peer: Peer) -> None:
+        """Answer what such a peer has sent."""
 
 
 class StoreServer:
@@ -99,12 +228,11 @@ class StoreServer:
         salt = os.urandom(SALT_BYTES)
         #: The addresses that it listens at.
         self.addresses = [one.getsockname()[:2] for one in listeners]
-        waker, woken = socket.socketpair()
-        service = _Service(listeners, woken, salt, derive_key(secret, salt))
+        service = _StoreService(listeners, salt, derive_key(secret, salt))
         self._thread = threading.Thread(target=service.serve, name="reshard store", daemon=True)
         self._thread.start()
         # The thread does not reference this object, so that it can be collected.
-        self._end = weakref.finalize(self, waker.close)
+        self._end = weakref.finalize(self, service.waker.close)
 
     def close(self) -> None:
         """Close all connections, and return when they are closed; a second call does nothing."""
@@ -113,97 +241,34 @@ class StoreServer:
         self._thread.join()
 
 
-class _Service:
-    """The state of a server's thread."""
+class _StoreService(ProvingServer):
+    """The state of a store's thread."""
 
-    def __init__(
-        self, listeners: Sequence[socket.socket], woken: socket.socket, salt: bytes, key: bytes
-    ) -> None:
-        self._listeners, self._woken, self._key = frozenset(listeners), woken, key
+    def __init__(self, listeners: Sequence[socket.socket], salt: bytes, key: bytes) -> None:
+        super().__init__(listeners, key, _CODE_BYTES)
         self._greeting = _MAGIC + salt + code_of(key, salt)
         self._values: dict[bytes, bytes] = {}
-        # In order of arrival.
-        self._unknown: dict[socket.socket, _Peer] = {}
-        self._known: dict[socket.socket, _Peer] = {}
-        self._selector = selectors.DefaultSelector()
-        for one in (*listeners, woken):
-            one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ)
 
-    def serve(self) -> None:
-        """Answer until the other end of `woken` is closed."""
-        try:
-            while True:
-                for key, events in self._selector.select(1.0 if self._unknown else None):
-                    found = key.fileobj
-                    if found is self._woken:
-                        return
-                    if found in self._listeners:
-                        self._accept(found)
-                    elif found in self._unknown or found in self._known:
-                        self._attend(found, events)
-                late_s = time.monotonic() - _GREETING_S
-                for one in [one for one, peer in self._unknown.items() if peer.since_s < late_s]:
-                    self._drop(one)
-        finally:
-            for one in [*self._unknown, *self._known, *self._listeners, self._woken]:
-                one.close()
-            self._selector.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            found, _ = listener.accept()
-        except OSError:
-            # The connection was closed again, or this process has too many open files.
-            time.sleep(0.01)
-            return
-        if len(self._unknown) >= _MAX_UNKNOWN:
-            self._drop(next(iter(self._unknown)))
-        peer = _Peer(time.monotonic(), os.urandom(_NONCE_BYTES))
-        found.setblocking(False)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def _configure(self, connected: socket.socket) -> None:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         with contextlib.suppress(OSError):
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._selector.register(found, selectors.EVENT_READ)
-        self._unknown[found] = peer
-        self._send(found, peer, self._greeting + peer.nonce)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _attend(self, connected: socket.socket, events: int) -> None:
-        peer = self._known.get(connected) or self._unknown[connected]
-        if events & selectors.EVENT_WRITE:
-            self._send(connected, peer, b"")
-        if not events & selectors.EVENT_READ:
-            return
-        try:
-            received = connected.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            received = b""
-        if not received:
-            self._drop(connected)
-            return
-        peer.received += received
-        if connected in self._unknown and not self._admit(connected, peer):
-            return
+    def _greet(self, nonce: bytes) -> bytes:
+        return self._greeting + nonce
+
+    def _is_right(self, nonce: bytes, proof: bytes) -> bool:
+        return hmac.compare_digest(proof, code_of(self._key, b"store", nonce))
+
+    def _welcome(self, connected: socket.socket, peer: Peer, proof: bytes) -> None:
+        self._send(connected, peer, _ANSWER.pack(1, 0))
+
+    def _answer_all(self, connected: socket.socket, peer: Peer) -> None:
         while (request := self._next_request(connected, peer)) is not None:
             self._send(connected, peer, self._answer(*request))
 
-    def _admit(self, connected: socket.socket, peer: _Peer) -> bool:
-        """Return whether a peer has proved the secret; close it if it is wrong."""
-        if len(peer.received) < _CODE_BYTES:
-            return False
-        code = bytes(peer.received[:_CODE_BYTES])
-        if not hmac.compare_digest(code, code_of(self._key, b"store", peer.nonce)):
-            self._drop(connected)
-            return False
-        del self._unknown[connected], peer.received[:_CODE_BYTES]
-        self._known[connected] = peer
-        self._send(connected, peer, _ANSWER.pack(1, 0))
-        return True
-
     def _next_request(
-        self, connected: socket.socket, peer: _Peer
+        self, connected: socket.socket, peer: Peer
     ) -> tuple[bytes, bytes, bytes] | None:
         data = peer.received
         if connected not in self._known or len(data) < _REQUEST.size:
@@ -234,26 +299,6 @@ class _Service:
             found = values.pop(key, None) is not None
         return _ANSWER.pack(found, len(payload)) + payload
 
-    def _send(self, connected: socket.socket, peer: _Peer, data: bytes) -> None:
-        """Send what is possible now, and the rest when the peer is writable."""
-        peer.unsent += data
-        try:
-            while peer.unsent:
-                del peer.unsent[: connected.send(peer.unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._drop(connected)
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        if self._selector.get_key(connected).events != wanted:
-            self._selector.modify(connected, wanted)
-
-    def _drop(self, connected: socket.socket) -> None:
-        if self._unknown.pop(connected, None) or self._known.pop(connected, None):
-            self._selector.unregister(connected)
-            connected.close()
-
 
 class StoreClient:
     """A process's connection to a store, with the methods of torch's stores that links need.
@@ -277,7 +322,7 @@ class StoreClient:
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greeting = self._receive(_HELLO_BYTES)
-            salt, code = greeting[len(_MAGIC) :][:SALT_BYTES], greeting[-48:-_NONCE_BYTES]
+            salt, code = greeting[len(_MAGIC) :][:SALT_BYTES], greeting[-48:-NONCE_BYTES]
             if not greeting.startswith(_MAGIC):
                 raise LinkError(f"what listens at {host}:{port} is no link's store")
             self.key = derive_key(secret, salt)
@@ -286,7 +331,7 @@ class StoreClient:
                     "the link has another secret; give all processes of both sides the same "
                     "`secret=` (or environment variable RESHARD_LINK_SECRET)"
                 )
-            self._socket.sendall(code_of(self.key, b"store", greeting[-_NONCE_BYTES:]))
+            self._socket.sendall(code_of(self.key, b"store", greeting[-NONCE_BYTES:]))
             self._receive(_ANSWER.size)
         except BaseException:
             self._socket.close()
