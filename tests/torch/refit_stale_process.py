@@ -31,7 +31,7 @@ def make_numbers(seed: str) -> list[int]:
     return [chance.randint(-(1 << 63), (1 << 63) - 1) for _ in range(5)]
 
 
-def maxima() -> None:
+def groups_of_any_ranks_find_the_maxima() -> None:
     """Groups of any number of ranks, in any order, find the greatest of all, time and again."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     order = [(3 * n + 1) % ranks for n in range(ranks)]
@@ -126,7 +126,7 @@ CHANGES: dict[Callable[[Any], None], str] = {
 }
 
 
-def moved_tensors() -> None:
+def tensors_whose_memory_changed_are_refused_on_all_ranks() -> None:
     """Whatever a tensor is, and whatever is done to it, on one rank alone, all ranks are told."""
     last = dist.get_world_size() - 1
     for change, said in CHANGES.items():
@@ -149,7 +149,7 @@ def moved_tensors() -> None:
                     expect(bool((local_of(both[1][name]) == 1).all()), f"{name} prepared anew")
 
 
-def replaced_parameters() -> None:
+def replaced_parameters_are_refused_on_all_ranks() -> None:
     """A module that has got another parameter, on one rank alone, is refused on all."""
     last = dist.get_world_size() - 1
     for side in range(2):
@@ -164,14 +164,14 @@ def replaced_parameters() -> None:
         done.run()
 
 
-def odd_names() -> None:
+def names_that_are_not_texts_are_refused_on_all_ranks() -> None:
     """A name that is no text, on one rank alone, is told to all."""
     last = dist.get_world_size() - 1
     model = {1 if dist.get_rank() == last else "1": torch.zeros(2)}
     refused(lambda: Refit.prepare(model, {}, strict=False), ShardError, f"rank {last}: a tensor na")
 
 
-def alike_but_for_one_thing() -> None:
+def tensors_that_differ_in_one_property_are_described_separately() -> None:
     """Tensors that are cut alike are described once; those that differ in one thing are not."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
@@ -296,7 +296,7 @@ def expect_filled(model: dict[str, Any], target: dict[str, Any], what: str) -> N
             expect(torch.equal(found, own), f"{what}: {name}: {found}, not {own}")
 
 
-def sources_prepared_again() -> None:
+def a_changed_source_is_listed_again_for_another_target() -> None:
     """For another target a source counts as known only where nothing of it has changed."""
     ranks = dist.get_world_size()
 
@@ -371,7 +371,7 @@ def sources_prepared_again() -> None:
     filled(model, "all again")
 
 
-def tied_tensors() -> None:
+def tied_tensors_are_compared_in_each_run() -> None:
     """Two tensors of a source that are declared to be one are compared at each run."""
     for planning in ("local", "centralized"):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -459,7 +459,7 @@ def tied_over_shardings(planning: Any) -> None:
     )
 
 
-def freed_tensors() -> None:
+def tensors_without_storage_are_refused() -> None:
     """Views of storages that were freed, and copies that FSDP gathered."""
     for freed, other in (("source", "target"), ("target", "source")):
         values = {name: torch.ones(6, 4) for name in ("source", "target")}
@@ -486,7 +486,7 @@ def freed_tensors() -> None:
     )
 
 
-def a_target_in_use_by_autograd() -> None:
+def autograd_detects_values_that_a_run_overwrote() -> None:
     """Autograd refuses values of a target that a run has overwritten since they were saved."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     # Long rows are copied by NumPy, and not by torch, which would count the write itself.
@@ -504,15 +504,15 @@ def a_target_in_use_by_autograd() -> None:
 
 
 CASES = [
-    maxima,
-    moved_tensors,
-    replaced_parameters,
-    odd_names,
-    alike_but_for_one_thing,
-    sources_prepared_again,
-    tied_tensors,
-    freed_tensors,
-    a_target_in_use_by_autograd,
+    groups_of_any_ranks_find_the_maxima,
+    tensors_whose_memory_changed_are_refused_on_all_ranks,
+    replaced_parameters_are_refused_on_all_ranks,
+    names_that_are_not_texts_are_refused_on_all_ranks,
+    tensors_that_differ_in_one_property_are_described_separately,
+    a_changed_source_is_listed_again_for_another_target,
+    tied_tensors_are_compared_in_each_run,
+    tensors_without_storage_are_refused,
+    autograd_detects_values_that_a_run_overwrote,
 ]
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
-def test_checkpoints_of_one_to_four_ranks(tmp_path: Path, processes: int) -> None:
+def test_one_to_four_ranks_load_a_checkpoint(tmp_path: Path, processes: int) -> None:
     model = tmp_path / "model"
     model.mkdir()
     write_file(
@@ -30,7 +30,7 @@ def test_checkpoints_of_one_to_four_ranks(tmp_path: Path, processes: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", keep_spread(1, ("bfloat16", "float32"), "without a cast"))
-def test_ranks_ask_a_store_once_for_what_several_need(tmp_path: Path, dtype: str) -> None:
+def test_data_that_several_ranks_need_is_requested_once(tmp_path: Path, dtype: str) -> None:
     pytest.importorskip("obstore")
     from safetensors.torch import save_file
 

@@ -16,18 +16,18 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "refit.md"
 
 
-def test_models_between_four_ranks() -> None:
+def test_models_are_refitted_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("refit_process.py", 4))
 
 
 @pytest.mark.parametrize(
     "ranks", keep_where(lambda ranks: ranks == 2, (2, 5), "the same models on more ranks")
 )
-def test_what_is_kept_between_runs_is_not_stale(ranks: int) -> None:
+def test_cached_listings_and_plans_are_not_stale(ranks: int) -> None:
     expect_all_end_well(run_ranks("refit_stale_process.py", ranks))
 
 
-def test_modules_that_compute_with_more_than_their_tensors() -> None:
+def test_modules_that_compute_with_other_forms_of_parameters() -> None:
     expect_all_end_well(run_ranks("refit_modules_process.py", 2))
 
 
@@ -35,11 +35,11 @@ def test_fused_parameters_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("refit_fusion_process.py", 4))
 
 
-def test_tensors_that_move_by_programs() -> None:
+def test_tensors_are_moved_by_programs() -> None:
     expect_all_end_well(run_ranks("refit_program_process.py", 4, "moves"))
 
 
-def test_where_a_rank_is_killed_between_steps_of_programs_all_raise() -> None:
+def test_all_ranks_raise_if_a_rank_is_killed_between_steps_of_programs() -> None:
     ended = run_ranks("refit_program_process.py", 4, "killed", timeout_s=100)
     told = "\n".join(one.output for one in ended)
     assert [one.code for one in ended] == [0, 7, 0, 0], told
@@ -58,11 +58,11 @@ def test_latent_attention_and_shared_experts() -> None:
     expect_all_end_well(run_ranks("refit_latent_process.py", 4))
 
 
-def test_weights_that_are_quantised_on_the_way() -> None:
+def test_weights_are_quantized_before_they_are_sent() -> None:
     expect_all_end_well(run_ranks("quantize_process.py", 4))
 
 
-def test_consumers_that_are_compiled_or_captured() -> None:
+def test_compiled_and_captured_modules_see_new_weights() -> None:
     expect_all_end_well(run_ranks("refit_compiled_process.py", 2))
 
 
@@ -73,7 +73,7 @@ def test_models_of_megatron(ranks: int) -> None:
     expect_all_end_well(run_ranks("refit_megatron_process.py", ranks))
 
 
-def test_models_that_megatron_core_had_get_the_hubs_names() -> None:
+def test_recorded_models_of_megatron_core_get_the_names_of_the_hub() -> None:
     expect_all_end_well(run_ranks("refit_recorded_process.py", 2))
 
 
@@ -86,7 +86,7 @@ def test_models_that_megatron_core_had_get_the_hubs_names() -> None:
         ("does not come", 7),
     ],
 )
-def test_where_a_rank_fails_all_raise(fault: str, code: int) -> None:
+def test_all_ranks_raise_if_a_rank_fails(fault: str, code: int) -> None:
     ended = run_ranks("refit_fault_process.py", 3, fault, timeout_s=100)
     told = "\n".join(one.output for one in ended)
     assert [one.code for one in ended] == [0, code, 0], told
@@ -100,18 +100,18 @@ def test_examples_run(example: Path) -> None:
     expect_all_end_well(run_ranks(str(example), 4))
 
 
-def test_the_page_shows_what_the_examples_are() -> None:
+def test_the_page_contains_the_examples() -> None:
     shown = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     for example in EXAMPLES:
         assert any(block in example.read_text() for block in shown), example
 
 
-def test_a_group_of_two_jobs() -> None:
+def test_models_are_refitted_between_two_jobs() -> None:
     ports = [free_port() for _ in range(4)]
     ended = run_ranks("worlds_process.py", 4, *ports, timeout_s=100)
     told = "\n".join(one.output for one in ended)
     assert [one.code for one in ended] == [0, 7, 0, 0], told
 
 
-def test_models_as_people_write_them() -> None:
+def test_models_of_common_forms() -> None:
     expect_all_end_well(run_ranks("refit_sides_process.py", 4))

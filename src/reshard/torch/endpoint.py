@@ -165,7 +165,9 @@ class TensorEndpoint:
             local,
             self.mesh,
             self.placements,
+            # Its check would communicate, and the ranks have agreed already.
             run_check=False,
+            # Of unequal shards, torch would compute another shape from that of the local tensor.
             shape=torch.Size(shape),
             stride=tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))),
         )

@@ -9,5 +9,5 @@ pytest.importorskip("torch")
 from live_processes import expect_all_end_well, run_ranks
 
 
-def test_what_changed_is_sent_and_nothing_else() -> None:
+def test_only_changes_are_sent() -> None:
     expect_all_end_well(run_ranks("changes_process.py", 4))

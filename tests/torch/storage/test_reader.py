@@ -64,7 +64,7 @@ def load(state: dict[str, Any], storage_reader: Any, **how: Any) -> None:
 
 
 @pytest.mark.parametrize(("to", "rules", "how"), CUTS)
-def test_every_format_and_cut(
+def test_ranks_load_from_every_format_and_sharding(
     tmp_path: Path, to: str, rules: list[str], how: dict[str, str]
 ) -> None:
     write_file(tmp_path / "model.safetensors", WHOLE)
@@ -98,7 +98,7 @@ def blank() -> dict[str, Any]:
     }
 
 
-def test_what_pytorch_reads_is_what_is_read(tmp_path: Path) -> None:
+def test_values_are_those_that_pytorchs_reader_loads(tmp_path: Path) -> None:
     saved(tmp_path / "a")
     states = []
     for one in (dcp.FileSystemReader(tmp_path / "a"), StorageReader(tmp_path / "a")):
@@ -112,7 +112,7 @@ def test_what_pytorch_reads_is_what_is_read(tmp_path: Path) -> None:
     assert (ours["lr"], ours["name"]) == (0.1, "adam")
 
 
-def test_metadata_say_what_pytorchs_say(tmp_path: Path) -> None:
+def test_metadata_equal_those_of_pytorchs_reader(tmp_path: Path) -> None:
     saved(tmp_path / "a")
     theirs = dcp.FileSystemReader(tmp_path / "a").read_metadata()
     reader = StorageReader(tmp_path / "a")
@@ -122,7 +122,7 @@ def test_metadata_say_what_pytorchs_say(tmp_path: Path) -> None:
     assert ours.storage_meta.load_id == reader.load_id
 
 
-def test_the_whole_state_without_a_model(tmp_path: Path) -> None:
+def test_a_state_dict_is_loaded_without_a_model(tmp_path: Path) -> None:
     state = saved(tmp_path / "a")
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -141,7 +141,7 @@ def test_the_whole_state_without_a_model(tmp_path: Path) -> None:
     assert found["optim"]["state"][1] == theirs["optim"]["state"][1] == {"step": 3}
 
 
-def test_compressed_checkpoints(tmp_path: Path) -> None:
+def test_compressed_checkpoints_are_loaded(tmp_path: Path) -> None:
     pytest.importorskip("zstandard")
     from torch.distributed.checkpoint._extension import ZStandard
 
@@ -153,7 +153,7 @@ def test_compressed_checkpoints(tmp_path: Path) -> None:
     assert torch.equal(found["w"], state["w"]) and found["step"] == 7
 
 
-def test_values_are_cast_as_pytorchs_readers_do(tmp_path: Path) -> None:
+def test_values_are_cast_as_by_pytorchs_reader(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", {"h": WHOLE["h"]})
     state = {"h": torch.zeros(5, 4, 3)}
     load(state, StorageReader(tmp_path))
@@ -161,7 +161,9 @@ def test_values_are_cast_as_pytorchs_readers_do(tmp_path: Path) -> None:
     assert bits(state["h"].nan_to_num(7)) == bits(expected.nan_to_num(7))
 
 
-def test_views_and_large_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_and_large_tensors_are_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_PIECE_BYTES", 64)
     write_file(tmp_path / "model.safetensors", {"w": WHOLE["w"]})
     memory = torch.zeros(6, 13)
@@ -172,7 +174,7 @@ def test_views_and_large_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert memory._version > version
 
 
-def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
+def test_only_requested_bytes_are_read(tmp_path: Path) -> None:
     from reshard.checkpoint.storage.local_files import SourceFile
 
     write_file(tmp_path / "model.safetensors", {"w": WHOLE["w"], "b": WHOLE["b"]})
@@ -189,7 +191,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     assert sum(read) == 80
 
 
-def test_another_checkpoint_by_its_id(tmp_path: Path) -> None:
+def test_a_reader_is_reset_to_another_checkpoint(tmp_path: Path) -> None:
     for number in range(2):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -208,7 +210,7 @@ def test_another_checkpoint_by_its_id(tmp_path: Path) -> None:
     assert bits(state["w"]) == tensor("float32", (4,), 5).bits.tobytes()
 
 
-def test_ids(tmp_path: Path) -> None:
+def test_locations_are_validated(tmp_path: Path) -> None:
     assert StorageReader.validate_checkpoint_id(tmp_path)
     assert StorageReader.validate_checkpoint_id("s3://bucket/a")
     assert not StorageReader.validate_checkpoint_id(tmp_path / "nothing")
@@ -222,12 +224,12 @@ def test_ids(tmp_path: Path) -> None:
         ({"path": "a", "thread_count": True}, "thread_count True must be a whole number"),
     ],
 )
-def test_arguments_that_cannot_be(arguments: dict[str, Any], told: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         StorageReader(**arguments)
 
 
-def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_missing_names_and_boxes_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"no checkpoint at .*nothing"):
         load({"w": torch.zeros(1)}, StorageReader(tmp_path / "nothing"))
     write_file(tmp_path / "model.safetensors", {"w": WHOLE["w"]})
@@ -237,7 +239,7 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
         load({"w": torch.zeros(13, 5)}, StorageReader(tmp_path))
 
 
-def test_values_of_torch_pickles(tmp_path: Path) -> None:
+def test_values_of_torch_pickles_are_loaded(tmp_path: Path) -> None:
     """Plain values that reshard has read are given as PyTorch saves them."""
     torch.save(
         {"model": {"w": torch.arange(6.0)}, "step": 7, "betas": (0.9, 0.95)}, tmp_path / "x.pt"
@@ -296,7 +298,9 @@ def test_scalars_and_empty_tensors_have_one_chunk(tmp_path: Path) -> None:
     assert (empty.offsets, empty.sizes) == (torch.Size([0, 0]), torch.Size([0, 3]))
 
 
-def test_too_many_boxes_are_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_of_too_many_boxes_has_one_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = stored(tmp_path, "tp@stride2, -")
     monkeypatch.setattr(module, "MOST_CHUNKS", 5)
     (chunk,) = module.describe_contents(found)["w"].chunks
@@ -317,7 +321,7 @@ def test_parts_make_up_any_box(tmp_path: Path, rule: str) -> None:
         assert (count == 1).all()
 
 
-def test_a_lazy_dict_makes_what_is_asked_for() -> None:
+def test_a_lazy_dict_computes_requested_values_only() -> None:
     made: list[str] = []
 
     def make(key: str) -> int:
@@ -337,7 +341,7 @@ def test_a_lazy_dict_makes_what_is_asked_for() -> None:
     assert pickle.loads(pickle.dumps(lazy)) == copy.deepcopy(lazy) == dict(lazy.items())
 
 
-def test_types_that_torch_does_not_have() -> None:
+def test_types_that_pytorch_lacks_are_refused() -> None:
     assert module.torch_type(dtype("bfloat16"), "w") is torch.bfloat16
     with pytest.raises(UsageError, match="'w' is float8_e3m4, a type that PyTorch does not have"):
         module.torch_type(dtype("float8_e3m4"), "w")

@@ -247,6 +247,7 @@ class ChangeExchange:
     def _run_changes(self) -> None:
         if self.has_failed:
             raise RunError("this exchange failed before; prepare another")
+        # If another thread finds that a rank is lost, it drops the messages of this exchange too.
         self._group.running.add(self)
         self.sent_bytes = self.received_bytes = 0
         with exchange_errors(self, self._group, "a message did not arrive"):

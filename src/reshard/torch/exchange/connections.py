@@ -114,6 +114,7 @@ class Connections:
     def is_closed(self, rank: int) -> bool:
         """Return whether no more messages can arrive from a rank."""
         try:
+            # Gloo refuses a receive on a closed connection, and queues it on an open one.
             self._group.recv([torch.empty(0)], rank, _PROBE_TAG)
         except RuntimeError:
             return True
@@ -180,6 +181,7 @@ class _Waiter:
         self._ended.acquire()
         self._works: list[Any] = []
         self._error: RuntimeError | None = None
+        # A daemon thread: a wait that gloo never ends must not keep the process alive.
         threading.Thread(target=self._run, name="reshard wait", daemon=True).start()
 
     def _run(self) -> None:

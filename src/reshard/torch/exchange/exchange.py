@@ -519,6 +519,7 @@ class MessageExchange:
         for step in self._steps:
             step.is_done = False
         self._is_running = True
+        # If another thread finds that a rank is lost, it drops the messages of this exchange too.
         self._group.running.add(self)
         with exchange_errors(self, self._group, "a message could not be sent"):
             self._post_what_can_be()

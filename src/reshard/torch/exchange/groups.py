@@ -107,6 +107,7 @@ class RankGroup:
         self.shared_memory: SharedMemory | None = None
         # For messages of a few bytes between all ranks, several times faster than connections.
         self._near: SharedMemory | None = None
+        # Reentrant: a thread in a sequence takes a turn for each call inside.
         self._turn = threading.RLock()
         self._is_in_turn = False
         self._has_threads = False
@@ -433,6 +434,7 @@ class RankGroup:
 
 def tensor_of(data: bytes) -> torch.Tensor:
     """Return bytes as a tensor, to send."""
+    # Writable, since torch warns of tensors in memory that is not.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -442,6 +444,7 @@ def bytes_of(data: torch.Tensor) -> bytes:
 
 
 _LOCK = threading.Lock()
+# Weak: the ranks of a group that torch destroyed are forgotten with it.
 _MET: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
 _MEETS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 

@@ -117,6 +117,7 @@ class Rendezvous:
             if isinstance(error, RuntimeError):
                 raise RunError(f"nothing was moved: ranks cannot connect ({error})") from error
             raise
+        # The shorter timeout was for connecting; messages have that of the group.
         found._set_default_timeout(self.timeout)
         return Connections(found, self.watch.find_silent) if self.watch else Connections(found)
 

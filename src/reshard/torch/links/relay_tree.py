@@ -182,6 +182,7 @@ class RelayThread:
         self._callbacks = BatchCallbacks(begin=wait)
         # Copy the context, so that this thread records to the same timeline.
         call = contextvars.copy_context().run
+        # A daemon thread: an engine that never answers must not keep the process alive.
         self._thread = threading.Thread(
             target=call, args=(self._run,), name="reshard relay", daemon=True
         )

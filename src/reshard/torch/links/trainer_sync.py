@@ -208,6 +208,7 @@ class _EngineRun:
 def _begin_thread(engine: str, target: Callable[[], None]) -> threading.Thread:
     # Copy the context, so that this thread records to the same timeline.
     call, name = contextvars.copy_context().run, f"reshard engine {engine}"
+    # A daemon thread: an engine that never answers must not keep the process alive.
     thread = threading.Thread(target=call, args=(target,), name=name, daemon=True)
     thread.start()
     return thread

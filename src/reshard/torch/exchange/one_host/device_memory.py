@@ -65,6 +65,7 @@ class DeviceMemory:
     def export(self, memory: torch.Tensor) -> bytes:
         """Return a handle to the memory, for a single other process."""
         # As in `torch.multiprocessing.reductions`, which pickles it.
+        # Torch counts the users of a handle, so each process has a handle of its own.
         storage: Any = memory.untyped_storage()
         number, handle, size, offset, counter, place, event, waits = storage._share_cuda_()
         (uuid,) = (uuid for uuid, at in _numbers().items() if at == number)

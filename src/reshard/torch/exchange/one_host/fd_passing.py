@@ -121,6 +121,7 @@ def _open_listener(count: int) -> _Listener | None:
     try:
         # Check that this process can map a segment of its own.
         map_segment(os.dup((tried := Segment.on_host(0, 1)).descriptor), tried.size_bytes)
+        # Packets keep their boundaries: a note arrives whole, with its descriptor.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = secrets.token_bytes(_WORD_BYTES)
         listener.bind(_address_of(name))

@@ -41,6 +41,7 @@ from reshard.runs import IntArray
 from reshard.torch.exchange.one_host.device_memory import DeviceMemory
 from reshard.torch.exchange.one_host.direct_reads import can_be_read, pays, read_spans
 
+# Sizes are multiples of this, so that a free segment fits more of the later requests.
 _GRANULE_BYTES = 1 << 20
 
 
@@ -400,6 +401,7 @@ class NearRank:
             is_new = self._rank not in segment.known_by
             segment.known_by.add(self._rank)
         number_of, size = segment.number, segment.size_bytes
+        # Notes arrive in order, so the peer has mapped the segment when it reads of the message.
         if self._devices is not None and segment.is_on_device:
             if is_new:
                 handle = self._devices.export(segment.memory)
@@ -472,6 +474,7 @@ class NearRank:
         """
         while not is_so():
             with self._changed:
+                # Another thread may have read the note before the lock was taken.
                 if is_so():
                     return
                 if self._error:
