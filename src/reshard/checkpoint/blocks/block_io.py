@@ -156,6 +156,7 @@ class OpenFiles(Generic[File]):
         self._files: dict[str, File] = {}
         # Reentrant: opening a file may need another open file.
         self._lock = threading.RLock()
+        # A checkpoint of a thousand ranks has more files than a process may open by default.
         raise_open_file_limit()
 
     def __getitem__(self, name: str) -> File:
@@ -230,6 +231,7 @@ def max_span_bytes(
 
 # Pieces are merged over gaps of at most this size, whose bytes are read too.
 _MAX_GAP = PAGE_BYTES
+# A multiple of every element size, so that the blocks of a batch are aligned arrays.
 _ALIGNMENT = 64
 
 

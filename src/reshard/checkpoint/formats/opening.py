@@ -244,6 +244,7 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
     carried, left_out = [], list(checkpoint.left_out)
     for parent, folders, files in walk_folder(folder):
         # In place: only the folders that stay in the list are entered.
+        # Hidden folders are caches of downloads, and repositories.
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             if (parent / name).is_symlink():

@@ -40,10 +40,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
-from reshard.errors import RunError
+from reshard.errors import CheckpointError, FormatError, RunError
 from reshard.system import MAX_CALL_BYTES, sync
+from reshard.text import parse_json
 
 # Smaller requests are not compared with the size of the file, since they take little memory.
 _UNCHECKED_BYTES = 1 << 20
@@ -84,6 +85,68 @@ def read_range(file: BinaryIO, start_bytes: int, size_bytes: int) -> bytes:
     ):
         content += more
     return content
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file of metadata, which is read as a whole.
+
+    Raises:
+        CheckpointError: a file that is missing, or cannot be read.
+        FormatError: a file of more than `max_bytes`.
+    """
+    with _reading(path) as file:
+        content = read_up_to(file, max_bytes + 1)
+    if len(content) > max_bytes:
+        raise FormatError(
+            f"{path} has more than {max_bytes} bytes, which no such file has; it is damaged"
+        )
+    return content
+
+
+def read_file_range(path: Path, start_bytes: int, size_bytes: int, max_bytes: int) -> bytes:
+    """Return a range of a file, whose size is declared in another file.
+
+    Raises:
+        CheckpointError: a file that is missing, or cannot be read.
+        FormatError: a range of more than `max_bytes`, or beyond the end of the file.
+    """
+    if size_bytes > max_bytes:
+        raise FormatError(
+            f"{path}: {size_bytes} bytes should be read at once, {max_bytes} are the most; the "
+            "file is damaged"
+        )
+    with _reading(path) as file:
+        file.seek(start_bytes)
+        content = read_up_to(file, size_bytes)
+    if len(content) != size_bytes:
+        raise FormatError(
+            f"{path} ends at byte {start_bytes + len(content)}, {size_bytes} bytes at "
+            f"{start_bytes} were expected; it was cut off, or belongs to another save"
+        )
+    return content
+
+
+def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Return the object in a file of JSON. Raises as `read_file`, also for other content."""
+    text = read_file(path, max_bytes)
+    try:
+        content = parse_json(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise FormatError(f"{path} is not a JSON object, but a {type(content).__name__}")
+    return content
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; the checkpoint is not complete") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {reason(error)}") from error
 
 
 def close_descriptor(descriptor: int) -> int:
@@ -169,6 +232,7 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
             problem = None if state.st_uid == owner else f"of another user, {state.st_uid}"
         if problem is not None:
             raise _refuse(path, problem)
+        # O_NONBLOCK was only for opening.
         os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)
@@ -183,6 +247,7 @@ def open_new(path: Path, mode: int = 0o666) -> int:
     """
     descriptor = open_own(path, os.O_WRONLY | os.O_CREAT, mode)
     try:
+        # Only now: O_TRUNC would empty the file before its owner is checked.
         os.ftruncate(descriptor, 0)
     except BaseException:
         os.close(descriptor)

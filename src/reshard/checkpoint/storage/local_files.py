@@ -143,7 +143,9 @@ class AlignedBuffer(Closing):
     __slots__ = ("_mapping", "_memory", "capacity_bytes")
 
     def __init__(self, capacity_bytes: int) -> None:
+        # A mapping cannot be empty.
         self.capacity_bytes = max(page_ceiling(capacity_bytes), PAGE_BYTES)
+        # Private, since Python maps shared memory by default, which forked processes write to too.
         self._mapping: mmap.mmap | None = mmap.mmap(
             -1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
@@ -276,6 +278,7 @@ class SourceFile(Closing):
             if expected is not None:
                 self.identity = expected
                 self.check_unchanged()
+            # Whether I/O is direct is a property of an open file, not of a call.
             if descriptor is None:
                 self._direct = open_direct(self.path, os.O_RDONLY)
             else:
@@ -562,6 +565,7 @@ class TargetFile(Closing):
     def sync(self) -> None:
         """Wait until everything written is on the disk. Raises `RunError` if that fails."""
         try:
+            # This syncs the file, so it includes what was written by the other descriptor.
             sync_data(self._descriptor)
         except OSError as error:
             raise self._explain_refusal("cannot sync", error) from error

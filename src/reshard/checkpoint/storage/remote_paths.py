@@ -105,6 +105,7 @@ class CachedStore:
 
     def __init__(self, source: ObjectSource) -> None:
         self.source = source
+        # Reentrant: `find` lists folders while it holds the lock.
         self._lock = threading.RLock()
         self._folders: dict[str, FolderListing] = {}
         self._objects: dict[str, ObjectState | None] = {}
@@ -149,6 +150,7 @@ def find_store(root: Sequence[str]) -> CachedStore:
         cached = _stores.get(tuple(root))
     if cached is not None:
         return cached
+    # Without the lock, since opening a model of the Hub sends requests.
     scheme, name, *model = root
     source: ObjectSource
     source = open_hub(name, *model) if scheme == "hf" else open_bucket(scheme, name)

@@ -235,6 +235,7 @@ def open_s3(bucket: str) -> S3Target:
             "writing to S3 needs the package boto3; pip install 'reshard[s3]'"
         ) from error
     config = Config(
+        # The default mode, `legacy`, repeats fewer kinds of errors.
         retries={"mode": "standard", "max_attempts": ATTEMPTS},
         max_pool_connections=_CONNECTIONS,
         **({"signature_version": UNSIGNED} if is_unsigned() else {}),

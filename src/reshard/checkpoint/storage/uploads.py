@@ -69,7 +69,7 @@ from reshard.system import sync_data
 
 #: Stores require at least 5 MiB, and a request costs as much as transferring some MiB.
 MIN_PART_BYTES = 8 << 20
-#: The maximum size of a file in all stores.
+#: S3's limit, the lowest of all stores: Azure has 50,000 blocks.
 MAX_PARTS = 10_000
 _STEP_BYTES = 1 << 20
 
@@ -251,6 +251,7 @@ class SentRecords(Closing):
             size = os.fstat(self._released).st_size
             self._end = size - size % _RECORD.size
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            # Lines are appended: an incomplete line of a killed run is skipped by readers.
             self._sent = open_own(self._folder / f"sent.{rank}", flags)
 
     def add_released(self, file: int, start_bytes: int, stop_bytes: int) -> None:

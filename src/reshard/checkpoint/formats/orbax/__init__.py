@@ -36,7 +36,9 @@ from reshard.errors import (
 
 FORMAT_NAME = "orbax"
 AGGREGATE_NAME = "checkpoint"
+# A manager can be set to begin the names of steps with a prefix.
 _STEP = r"(?:.*[^0-9])?(\d{1,18})"
+# Orbax saves into a folder with this in its name, and renames it when the save is complete.
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 # Names of items that contain the model, the preferred first.

@@ -42,7 +42,7 @@ from reshard.binding import FileRange
 from reshard.checkpoint.formats.orbax import MANIFEST_NAME
 from reshard.checkpoint.manifest import is_plain_name
 from reshard.checkpoint.storage.byte_streams import DecodedStream, RangeStream, import_zstandard
-from reshard.checkpoint.storage.filesystem import read_up_to, reason
+from reshard.checkpoint.storage.filesystem import read_file, read_file_range
 from reshard.errors import CheckpointError, FormatError
 from reshard.runs import IntArray
 
@@ -543,35 +543,8 @@ class StoredValue(Record):
         size = self.size_bytes - start_bytes if size_bytes is None else size_bytes
         if self.place is None:
             return (self.content or b"")[start_bytes : start_bytes + size]
-        return read_range(folder / self.place.path, self.place.start_bytes + start_bytes, size)
-
-
-def read_range(path: Path, start_bytes: int, size_bytes: int) -> bytes:
-    """Read bytes of a file.
-
-    Raises:
-        CheckpointError: a file that is missing, or cannot be read.
-        FormatError: a file that is too short, or more bytes than are read at once.
-    """
-    if size_bytes > MAX_NODE_BYTES:
-        raise FormatError(
-            f"{path}: {size_bytes} bytes should be read at once, {MAX_NODE_BYTES} are the most; "
-            "the file is damaged"
-        )
-    try:
-        with path.open("rb") as file:
-            file.seek(start_bytes)
-            content = read_up_to(file, size_bytes)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; the checkpoint is not complete") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {reason(error)}") from error
-    if len(content) != size_bytes:
-        raise FormatError(
-            f"{path} ends at byte {start_bytes + len(content)}, {size_bytes} bytes at "
-            f"{start_bytes} were expected; it was cut off, or belongs to another save"
-        )
-    return content
+        start_bytes += self.place.start_bytes
+        return read_file_range(folder / self.place.path, start_bytes, size, MAX_NODE_BYTES)
 
 
 class KeyValues:
@@ -652,7 +625,7 @@ def open_key_values(folder: Path) -> KeyValues:
     path = folder / MANIFEST_NAME
     if not path.exists():
         return KeyValues(folder, None)
-    root = decode_manifest(read_range(path, 0, path.stat().st_size), str(path))
+    root = decode_manifest(read_file(path, MAX_NODE_BYTES), str(path))
     values: dict[str, StoredValue] = {}
     waiting = [root] if root else []
     seen: set[DataPlace] = set()
@@ -673,7 +646,8 @@ def open_key_values(folder: Path) -> KeyValues:
 
 def _read_node(folder: Path, node: NodePlace) -> bytes:
     _expect_inside(node.place.path, folder / MANIFEST_NAME)
-    return read_range(folder / node.place.path, node.place.start_bytes, node.place.size_bytes)
+    _, path, start_bytes, size_bytes = node.place
+    return read_file_range(folder / path, start_bytes, size_bytes, MAX_NODE_BYTES)
 
 
 def _name(node: NodePlace) -> str:

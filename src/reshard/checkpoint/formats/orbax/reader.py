@@ -37,7 +37,6 @@ from reshard.checkpoint.formats.orbax.ocdbt import (
     KeyValues,
     StoredValue,
     open_key_values,
-    read_range,
 )
 from reshard.checkpoint.formats.orbax.optax_states import name_states
 from reshard.checkpoint.formats.orbax.shardings import (
@@ -54,10 +53,11 @@ from reshard.checkpoint.formats.orbax.zarr import (
     read_scalar,
 )
 from reshard.checkpoint.storage.derived_files import DerivedFiles
+from reshard.checkpoint.storage.filesystem import read_json_object
 from reshard.errors import CheckpointError, CoverageError, FormatError, UnreadableTensorError
 from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec
-from reshard.text import count_text, parse_json
+from reshard.text import count_text
 
 # Attributes of this format: arrays that are keys of random numbers, and arrays of narrow dtypes.
 RANDOM_KEYS, NARROW_TYPES = "random_keys", "narrow_types"
@@ -318,10 +318,10 @@ def _find_random_keys(folder: Path) -> dict[str, str]:
     if not metadatas.is_dir():
         return result
     for path in sorted(metadatas.iterdir())[:1024]:
-        if not path.is_file() or path.stat().st_size > MAX_READ_BYTES:
+        if not path.is_file():
             continue
         try:
-            content = parse_json(read_range(path, 0, path.stat().st_size).decode())
+            content = read_json_object(path, MAX_READ_BYTES)
             for entry in content["array_metadatas"]:
                 one = entry["array_metadata"]
                 kind = (one.get("ext_metadata") or {}).get("random_key_impl")

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard._validation import MAX_RANKS
-from reshard.checkpoint.formats.orbax.ocdbt import MAX_NODE_BYTES, read_range
+from reshard.checkpoint.formats.orbax.ocdbt import MAX_NODE_BYTES
+from reshard.checkpoint.storage.filesystem import read_file
 from reshard.errors import ReshardError
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh
@@ -34,7 +35,7 @@ def read_shardings(folder: Path) -> dict[str, ShardingSpec]:
         return {}
     result: dict[str, ShardingSpec] = {}
     try:
-        content = json.loads(read_range(path, 0, min(path.stat().st_size, MAX_NODE_BYTES)))
+        content = json.loads(read_file(path, MAX_NODE_BYTES))
         pairs = list(content.items())
     except (ValueError, AttributeError, RecursionError):
         return {}

@@ -30,13 +30,14 @@ from typing import Any, NamedTuple
 
 from reshard._records import Record
 from reshard.checkpoint.formats.orbax import METADATA_NAME
-from reshard.checkpoint.formats.orbax.ocdbt import MAX_NODE_BYTES, read_range
+from reshard.checkpoint.formats.orbax.ocdbt import MAX_NODE_BYTES
+from reshard.checkpoint.storage.filesystem import read_file, read_json_object
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import CheckpointError, FormatError, UnreadableTensorError, UsageError
-from reshard.text import parse_json
+from reshard.errors import FormatError, UnreadableTensorError, UsageError
 
 STRINGS_NAME = "_strings.json"
+# Values of `key_type`.
 _SEQUENCE, _DICT = 1, 2
 ARRAY, NUMPY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
 
@@ -91,7 +92,7 @@ def read_tree(folder: Path) -> TreeMetadata:
         FormatError: a file that is damaged.
     """
     path = folder / METADATA_NAME
-    content = _read_json(path)
+    content = read_json_object(path, MAX_NODE_BYTES)
     entries = content.get("tree_metadata")
     if not isinstance(entries, dict):
         raise FormatError(f"{path} has no `tree_metadata`; it is damaged, or not of Orbax")
@@ -120,17 +121,6 @@ def read_tree(folder: Path) -> TreeMetadata:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    try:
-        content = parse_json(read_range(path, 0, min(size, MAX_NODE_BYTES + 1)).decode())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise FormatError(f"{path} is not a JSON object, but a {type(content).__name__}")
-    return content
-
-
 def _read_key(key: Mapping[str, Any]) -> str | int:
     text, kind = key["key"], key["key_type"]
     if kind == _SEQUENCE:
@@ -154,7 +144,7 @@ def read_strings(folder: Path, leaves: Iterable[Leaf]) -> dict[str, str]:
         return {}
     if not path.exists():
         raise FormatError(f"{path} is missing, which has the text {leaves[0].name!r}")
-    content = _read_json(path)
+    content = read_json_object(path, MAX_NODE_BYTES)
     result = {}
     for leaf in leaves:
         value: Any = content
@@ -183,6 +173,7 @@ def tree_bytes(leaves: Iterable[tuple[Leaf, tuple[int, ...] | None]], custom: An
         "tree_metadata": entries,
         "use_ocdbt": True,
         "use_zarr3": False,
+        # Readers must report a chunk that is missing instead of taking it for zeros.
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": custom,
     }
@@ -270,6 +261,7 @@ def kind_of(value: Any) -> str | None:
 
 PLACEHOLDER = "PLACEHOLDER://"
 MAX_BYTES = 1 << 30
+# Each level takes several calls of Python's limited stack.
 _MAX_DEPTH = 64
 _CHUNKED = "__msgpack_chunked_array__"
 _ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4
@@ -416,18 +408,12 @@ def read_aggregate(path: Path) -> list[tuple[TreePath, Any]]:
     A leaf is a plain value, a `PackedArray`, a placeholder, or the error of an array that cannot be
     read.
 
-    Raises:
-        FormatError: a file that is damaged.
-        CheckpointError: a file that is too large.
+    Raises FormatError for a file that is damaged, or too large to be read as a whole.
     """
-    size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise CheckpointError(
-            f"{path} has {size} bytes, and is read as a whole; {MAX_BYTES} are the most"
-        )
-    reader = _PackReader(read_range(path, 0, size), str(path))
+    content = read_file(path, MAX_BYTES)
+    reader = _PackReader(content, str(path))
     tree = reader.value()
-    if reader.at != size or not isinstance(tree, dict):
+    if reader.at != len(content) or not isinstance(tree, dict):
         raise reader.fail("is not a single map")
     return list(_list_leaves(tree, (), path))
 

@@ -317,6 +317,7 @@ def _explain_place(header: FileHeader, index: int, expected: int) -> FormatError
     )
 
 
+# All offsets below 2**63. The JSON parser reports longer numbers.
 _NUMBER = "(?:0|[1-9][0-9]{0,18})"
 
 _ENTRY = (

@@ -151,6 +151,7 @@ class NewHeader(Record, eq=False):
         texts = [f': {{\\"saved_offsets\\": {json.dumps(offsets)}}}' for offsets in self.offsets]
         between = '"{'
         for names, kind in self._parts():
+            # Quoted twice: this JSON, in ASCII as of `json.dumps`, is a text in the header's JSON.
             quoted = map(encode_basestring, map(encode_basestring_ascii, names))
             pairs = zip(quoted, kind.tolist(), strict=True)
             yield between + ", ".join([f"{name[1:-1]}{texts[of]}" for name, of in pairs])

@@ -53,12 +53,12 @@ from reshard.checkpoint.formats.write_plan import (
     group_by_file,
 )
 from reshard.checkpoint.manifest import Manifest, is_plain_name
+from reshard.checkpoint.storage.filesystem import read_json_object
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError
 from reshard.layout import Layout
 from reshard.runs import IntArray
-from reshard.text import parse_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -111,6 +111,7 @@ class HuggingFaceFormat(CheckpointFormat):
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Plan a file of whole tensors, or several files up to a limit."""
+        # transformers refuses files that do not name a framework.
         metadata = {"format": "pt", **drop_convention(new.metadata)}
         kinds, kind = find_kinds(new.tensors)
         names = tuple(new.tensors)
@@ -243,23 +244,7 @@ def read_weight_map(index: Path) -> Mapping[str, str]:
         CheckpointError: an index that cannot be read.
         FormatError: an index that is not such JSON, or names files outside its folder.
     """
-    try:
-        if index.stat().st_size > _LARGEST_INDEX_BYTES:
-            raise FormatError(
-                f"{index} has over {_LARGEST_INDEX_BYTES} bytes, no index is so large"
-            )
-        text = index.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot read {index}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{index} is not UTF-8 text: {error}") from error
-    try:
-        content = parse_json(text)
-    except FormatError as error:
-        raise FormatError(f"{index}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{index} is not JSON: {error}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = read_json_object(index, _LARGEST_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) for file in weight_map.values()
     ):

@@ -122,6 +122,7 @@ class ShardedFormat(CheckpointFormat):
         Raises:
             RecipeError: a partial layout; a checkpoint stores values, not contributions.
         """
+        # The source's metadata may contain the offsets of its own shards.
         tensors, metadata = new.tensors, drop_convention(new.metadata)
         check_values(tensors)
         kinds, kind = find_kinds(tensors)

@@ -46,6 +46,7 @@ def rank_of_file(name: str) -> int | None:
     (12, None)
     """
     match = re.fullmatch(_FILE_NAME, name)
+    # A layout has a slot for each rank up to the highest, so a long number would exhaust memory.
     return int(match[1]) if match and len(match[1]) < 8 else None
 
 

@@ -69,7 +69,7 @@ from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, is_plain_name
 from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.derived_files import DerivedFile, DerivedFiles
-from reshard.checkpoint.storage.filesystem import Closing, read_up_to
+from reshard.checkpoint.storage.filesystem import Closing, read_file
 from reshard.checkpoint.storage.remote_files import PrefetchedRanges
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.dtypes import DType
@@ -314,14 +314,7 @@ def _match_kinds(
 
 
 def _read_metadata_file(path: Path) -> DcpMetadata:
-    try:
-        with path.open("rb") as file:
-            content = read_up_to(file, MAX_METADATA_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if len(content) > MAX_METADATA_BYTES:
-        raise FormatError(f"{path} has over {MAX_METADATA_BYTES} bytes, no metadata is so large")
-    return read_metadata(content, str(path))
+    return read_metadata(read_file(path, MAX_METADATA_BYTES), str(path))
 
 
 def _list_files(

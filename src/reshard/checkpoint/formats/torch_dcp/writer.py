@@ -296,6 +296,7 @@ def _make_disjoint(pairs: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
     return disjoint
 
 
+# The second file of rank 0, as PyTorch numbers the files of a rank's threads.
 VALUES_FILE = "__0_1.distcp"
 
 
