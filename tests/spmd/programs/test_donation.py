@@ -54,7 +54,7 @@ def test_what_is_given_up_is_gone_and_results_are_equal(library: str, overlap: i
 
 def test_memory_is_free_after_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each value has memory of its own, as the trace counts it.
-    monkeypatch.setattr(reused_memory, "LEAST_BYTES", 1 << 62)
+    monkeypatch.setattr(reused_memory, "MIN_REUSED_BYTES", 1 << 62)
     peaks = []
     for program in (sp.jit(chain), sp.jit(chain, donate=0)):
         program(rows())

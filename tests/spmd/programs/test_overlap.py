@@ -116,7 +116,7 @@ def operators(traced: Trace) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pieces_give_the_same(name: str) -> None:
+def test_products_in_pieces_have_equal_results(name: str) -> None:
     traced, given = traced_of(CASES[name], topology=machine())
     found = decompose(traced)
     assert found is not None
@@ -131,7 +131,7 @@ def test_pieces_give_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["eager", "basic", "cost"])
 @pytest.mark.parametrize("case", FUNCTIONS, ids=lambda case: case.name)
-def test_any_function_gives_the_same(case: Traced, strategy: str) -> None:
+def test_any_decomposed_function_has_equal_results(case: Traced, strategy: str) -> None:
     topology = machine()
     traced = sp.trace(case.function, *case.types(), strategy=strategy, topology=topology)
     found = decompose(traced)
@@ -146,7 +146,7 @@ def test_any_function_gives_the_same(case: Traced, strategy: str) -> None:
         np.testing.assert_allclose(one.to_dense(), right.to_dense(), rtol=1e-12, atol=1e-12)
 
 
-def test_pieces_of_even_sizes_are_found_among_them() -> None:
+def test_products_of_even_sizes_are_decomposed() -> None:
     """Of the functions above, some with more even shapes are really cut."""
 
     def attention(x: Any, q: Any, k: Any, v: Any) -> Any:
@@ -164,7 +164,7 @@ def test_pieces_of_even_sizes_are_found_among_them() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_model_decides(name: str) -> None:
+def test_products_are_decomposed_only_if_that_is_faster(name: str) -> None:
     case = CASES[name]
     traced, _ = traced_of(case, topology=machine())
     whole, found = estimate_overlap(traced, 1), overlapped(traced, 1)
@@ -182,7 +182,7 @@ def test_the_model_decides(name: str) -> None:
         assert decompose(traced_of(case, topology=topology)[0]) is None
 
 
-def test_a_program_is_in_pieces_over_processes_alone() -> None:
+def test_programs_are_decomposed_only_over_processes() -> None:
     function, shapes, specs = CASES["rows gathered"]
     random = np.random.default_rng(0)
     x, w = (
@@ -200,7 +200,7 @@ def test_a_program_is_in_pieces_over_processes_alone() -> None:
     ]
 
 
-def test_pieces_keep_a_limit() -> None:
+def test_decomposed_programs_satisfy_a_memory_limit() -> None:
     function, shapes, specs = CASES["rows scattered"]
     types = [sp.abstract(shape, "float64", s) for shape, s in zip(shapes, specs, strict=True)]
     plain = sp.jit(function, overlap=1, topology=machine()).trace(*types)
@@ -266,7 +266,7 @@ def test_without_devices_movements_take_their_time() -> None:
     assert traced.inserted_s <= traced.seconds_s <= traced.inserted_s + traced.compute_s[0] * 1.01
 
 
-def test_a_limit_counts_what_is_under_way() -> None:
+def test_a_memory_limit_counts_reshards_in_flight() -> None:
     free = sp.jit(layers).trace(*arguments())
     limit = max(free.peak_bytes.values())
     assert sp.jit(layers, live_bytes=limit).trace(*arguments()).strategy == "eager"
@@ -274,7 +274,7 @@ def test_a_limit_counts_what_is_under_way() -> None:
     assert max(traced.peak_bytes.values()) > limit
 
 
-def test_in_one_process_it_changes_nothing() -> None:
+def test_overlap_has_no_effect_in_a_single_process() -> None:
     random = np.random.default_rng(0)
     x = sp.array(random.normal(size=(8, 4)), CUT)
     weights = [sp.array(random.normal(size=(4, 4)), CUT) for _ in range(3)]
@@ -285,6 +285,6 @@ def test_in_one_process_it_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("overlap", [-1, True, 1.5, "2", None])
-def test_what_is_no_count_is_refused(overlap: Any) -> None:
+def test_an_invalid_overlap_raises(overlap: Any) -> None:
     with pytest.raises(UsageError, match="overlap="):
         sp.jit(layers, overlap=overlap)

@@ -16,7 +16,7 @@ from spmd.traced_functions import FUNCTIONS, Traced
 
 @pytest.mark.parametrize("strategy", ["eager", "basic", "aggressive"])
 @pytest.mark.parametrize("one", FUNCTIONS, ids=lambda one: one.name)
-def test_all_that_moves_is_an_operation(one: Traced, strategy: str) -> None:
+def test_every_reshard_is_an_operation(one: Traced, strategy: str) -> None:
     traced = sp.trace(one.function, *one.types(), strategy=strategy)
     inserted = insert_reshards(traced.graph, is_final=False)
     places = zip(inserted.graph.operations, inserted.places, strict=True)

@@ -43,7 +43,7 @@ def draw_steps(seed: int) -> tuple[list[ProgramStep], set[int]]:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3, 9])
-def test_random_programs(ahead: int) -> None:
+def test_orders_of_random_steps_are_valid(ahead: int) -> None:
     for seed in range(300):
         steps, kept = draw_steps(seed)
         order = overlapped_order(steps, kept, ahead)
@@ -105,7 +105,7 @@ def test_weights_are_fetched_before_they_are_read() -> None:
     )
 
 
-def test_gradients_are_reduced_while_others_are_found() -> None:
+def test_gradients_are_reduced_while_others_are_computed() -> None:
     # All of them are moved at the end.
     steps = [step([0], [10]), step([10], [11]), step([11], [12])]
     steps += [step([10 + layer], [20 + layer], "messages") for layer in range(3)]
@@ -115,7 +115,7 @@ def test_gradients_are_reduced_while_others_are_found() -> None:
     assert frees[3] == (10,)
 
 
-def test_nothing_begins_before_what_ranks_do_together() -> None:
+def test_no_reshard_starts_before_a_step_of_all_ranks() -> None:
     steps = [
         step([0], [1], "messages"),
         step([0], [2], "together"),
@@ -206,7 +206,9 @@ def alone(x: Any, y: Any) -> Any:
     "function", [chain, viewed, read_later, in_parts, of_products, branched, alone]
 )
 @pytest.mark.parametrize("text", ["x, -", "-, -", "-, x"])
-def test_results_and_arguments_stay(function: Any, text: str, library: str) -> None:
+def test_later_runs_keep_arguments_and_earlier_results(
+    function: Any, text: str, library: str
+) -> None:
     x, y = array(0, text), array(1, text)
     before = [dense(one) for one in (x, y)]
     expected = [dense(one) for one in listed(function(x, y))]
@@ -231,7 +233,7 @@ def listed(found: Any) -> list[Any]:
     return list(found) if isinstance(found, tuple) else [found]
 
 
-def test_a_chain_needs_one_array() -> None:
+def test_a_chain_of_operators_reuses_memory() -> None:
     x, y = array(0), array(1)
     program = sp.jit(chain)
     program(x, y)
@@ -246,7 +248,7 @@ def test_a_chain_needs_one_array() -> None:
     assert most < 1.2 * 2 * SHARD_BYTES
 
 
-def test_a_chain_of_tensors_needs_one_array() -> None:
+def test_a_chain_of_operators_reuses_memory_of_tensors() -> None:
     with sp.running(sp.in_process("torch")):
         x, y = array(0), array(1)
         program = sp.jit(chain)
@@ -259,7 +261,7 @@ def test_a_chain_of_tensors_needs_one_array() -> None:
 
 
 @pytest.mark.parametrize("name", [*_TORCH_NAMES.split(), *_ATEN_NAMES.split()])
-def test_functions_of_torch_write_what_they_return(name: str) -> None:
+def test_torch_functions_write_results_to_out(name: str) -> None:
     place = torch.nn.functional if name in _ATEN_NAMES.split() else library_of("torch").namespace
     function = getattr(place, name)
     write = writing(function)
@@ -301,7 +303,7 @@ def test_gradients_of_torch_go_through_programs() -> None:
     torch.testing.assert_close(slopes[0], slopes[1], rtol=0, atol=0)
 
 
-def test_refusals_name_the_operator() -> None:
+def test_errors_name_the_operator() -> None:
     def function(x: Any) -> Any:
         return sp.log(x * 2.0 + 1.0)
 

@@ -11,7 +11,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.show.charts import memory_chart
-from reshard.spmd.tracing.page import MOST_DRAWN
+from reshard.spmd.tracing.page import MAX_DRAWN
 from reshard.text import bytes_text
 from show.page_parts import local_name, outside, overlapping, parsed, svgs
 from spmd.traced_functions import FUNCTIONS, MESH, Traced
@@ -64,8 +64,8 @@ def test_many_kinds_of_reshards_are_drawn_in_part() -> None:
     kinds = list(dict.fromkeys(found))
     page = traced.html()
     check_page(page)
-    assert len(kinds) > MOST_DRAWN
-    assert f"and {len(kinds) - MOST_DRAWN} other kind" in page
+    assert len(kinds) > MAX_DRAWN
+    assert f"and {len(kinds) - MAX_DRAWN} other kind" in page
     # The one that moves most, however often, comes first.
     total: Counter[int] = Counter()
     for one in traced.operations:

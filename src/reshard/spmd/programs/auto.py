@@ -53,26 +53,26 @@ from reshard.spmd.tracing.graph_recording import type_of
 from reshard.spmd.tracing.trace import Trace, check_trace_options, record_for
 from reshard.topology import Topology
 
-# Operations of a graph in which the best is proven.
-MOST_PROVEN = 16
-# Prices of a byte, in parts of what the function takes for each byte of its arguments: a price
-# that decides between equals, the first that is tried to keep a limit, and the highest; and how
-# many are tried.
+# Operations of a graph for which shardings are proven optimal: a proof may take exponential time.
+MAX_PROVEN_OPERATIONS = 16
+# Prices of a byte, relative to the time of the function for each byte of its arguments: a price
+# that only breaks ties, the first that is tried to satisfy a limit, and the highest; and how many
+# are tried.
 LOWEST_PRICE = 1e-4
 FIRST_PRICE = 0.3
 HIGHEST_PRICE = 100.0
-MOST_PRICES = 6
-# The same near a program that keeps the limit.
+MAX_PRICES = 6
+# The same near a program that satisfies the limit.
 NEAR_PRICE = 1.0
-MOST_NEAR = 4
-# Operations of a graph in which inputs and what is between them are placed in turn, and how often.
-MOST_TURNED = 512
-MOST_TURNS = 3
-# Of usual layouts, those of least time that are judged: without a limit, and to keep a limit, of
-# which as many do.
-FEW_USUAL = 2
-MOST_USUAL = 8
-ENOUGH_USUAL = 2
+MAX_NEAR_PRICES = 4
+# Operations of a graph in which inputs and intermediate values are placed in turn, and how often.
+MAX_TURN_OPERATIONS = 512
+MAX_TURNS = 3
+# Candidate layouts that are evaluated, the fastest first: without a limit; and with a limit, until
+# enough satisfy it.
+FREE_CANDIDATES = 2
+MAX_CANDIDATES = 8
+ENOUGH_CANDIDATES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def auto(
 
 
 def _find_timed(machine: Machine, mesh: DeviceMesh) -> Topology:
-    """The topology of a machine with how fast its devices are, so that programs have times."""
+    """Return the topology of a machine, with the speed of its devices."""
     one = machine.topology_for(mesh)
     if one.device is not None:
         return one
@@ -227,7 +227,7 @@ class _Choosing:
         self._check_meshes(graph.meshes)
         self._graph = graph
         self._search = self._begin(graph, machine)
-        self._is_small = len(self._graph.operations) <= MOST_PROVEN
+        self._is_small = len(self._graph.operations) <= MAX_PROVEN_OPERATIONS
 
     def _check_meshes(self, meshes: Iterable[DeviceMesh]) -> None:
         other = next((one for one in meshes if one is not self._mesh), None)
@@ -276,7 +276,7 @@ class _Choosing:
         return self._limit is None or one.peak_bytes <= self._limit
 
     def answer(self) -> AutoPlacement:
-        """Return the best that was found."""
+        """Return the fastest program within the limit."""
         is_exact = self._find()
         fitting = self._find_best()
         best = self._find_within() if fitting is None else fitting
@@ -287,11 +287,11 @@ class _Choosing:
         return AutoPlacement(tuple(specs), program, best.trace, is_exact and fitting is not None)
 
     def _find_within(self) -> _Program:
-        """Return the best that keeps the limit by other strategies, or computing again."""
+        """Return the fastest program within the limit by other strategies, or by recomputation."""
         least = sorted(self._known.values(), key=lambda one: one.peak_bytes)
         found, refused = [], []
         # Each sharding of the inputs once, as it holds the least.
-        for specs, one in {one.specs: one for one in reversed(least[:MOST_USUAL])}.items():
+        for specs, one in {one.specs: one for one in reversed(least[:MAX_CANDIDATES])}.items():
             try:
                 trace = self._make_program(self._limit, one.shardings).trace(*self._fill(specs))
                 found.append(one._replace(trace=trace))
@@ -308,7 +308,7 @@ class _Choosing:
         ) from refused[-1]
 
     def _find(self) -> bool:
-        """Judge what may be the best. Whether it is for sure."""
+        """Evaluate programs that may be the fastest; return whether the best is proven."""
         search = self._search
         if not search.free:
             self._judge(())
@@ -317,7 +317,7 @@ class _Choosing:
         inputs = frozenset(search.free)
         first = self._judge_price(LOWEST_PRICE, inputs)
         if not self._is_small and self._keeps_limit(first):
-            begun = [self._judge(one.specs) for one in self._candidates[:FEW_USUAL]]
+            begun = [self._judge(one.specs) for one in self._candidates[:FREE_CANDIDATES]]
             self._improve([first, *begun], LOWEST_PRICE, inputs)
         # 2. The lowest price of memory at which the limit is kept.
         if not self._keeps_limit(min(self._known.values(), key=_by_time)):
@@ -339,7 +339,7 @@ class _Choosing:
 
     @cached_property
     def _candidates(self) -> list[InputLayout]:
-        """Usual layouts whose inputs keep the limit."""
+        """Candidate layouts whose inputs satisfy the limit."""
         limit = math.inf if self._limit is None else self._limit
         return [one for one in candidate_layouts(self._search) if one.size_bytes <= limit]
 
@@ -352,7 +352,7 @@ class _Choosing:
         if not self._is_small:
             self._judge_candidates(held)
         low, high, price = LOWEST_PRICE, HIGHEST_PRICE, FIRST_PRICE
-        for _ in range(MOST_PRICES):
+        for _ in range(MAX_PRICES):
             found, best = self._judge_price(price, held), self._find_best()
             if self._keeps_limit(found):
                 high = price
@@ -369,22 +369,22 @@ class _Choosing:
             self._approach_limit()
 
     def _find_best(self) -> _Program | None:
-        """Return the best that keeps the limit so far."""
+        """Return the fastest program so far that satisfies the limit."""
         fitting = [one for one in self._known.values() if self._keeps_limit(one)]
         return min(fitting, key=_by_time, default=None)
 
     def _approach_limit(self) -> None:
-        """Judge what is found for prices near the best that keeps the limit, as long as that helps.
+        """Evaluate programs for prices near the fastest within the limit, as long as that helps.
 
-        There bytes have the price of what that holds at its peak.
+        The values that it holds at its peak have the price.
         """
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             best = self._find_best()
             if best is None or not self._has_same_values(best.trace):
                 return
             held = frozenset(self._search.free) | held_at_peak(best.trace)
             low, high, price = LOWEST_PRICE, HIGHEST_PRICE, NEAR_PRICE
-            for _ in range(MOST_NEAR):
+            for _ in range(MAX_NEAR_PRICES):
                 found = self._judge_price(price, held, best)
                 low, high = (low, price) if self._keeps_limit(found) else (price, high)
                 price = math.sqrt(low * high)
@@ -392,10 +392,10 @@ class _Choosing:
                 break
 
     def _judge_candidates(self, held: frozenset[int]) -> None:
-        """Judge usual layouts until a few keep the limit.
+        """Evaluate candidate layouts until a few satisfy the limit.
 
-        Those come first that seem to keep it, then those that hold the least; of the first of these
-        the ones of least time, when what is between their inputs has descended.
+        Those that seem to satisfy it come first, then those that hold the least; the first of them
+        are ordered by time, after the intermediate values have descended.
         """
         search, limit = self._search, self._limit or 0
 
@@ -403,19 +403,19 @@ class _Choosing:
             return max(search.held_bytes(chosen, held), limit), seconds_s
 
         first = sorted(self._candidates, key=lambda one: find_need(one.chosen, one.seconds_s))
-        descended = [(search.descended(one.chosen), one.specs) for one in first[:MOST_USUAL]]
+        descended = [(search.descended(one.chosen), one.specs) for one in first[:MAX_CANDIDATES]]
         fitting = 0
         for _, specs in sorted(descended, key=lambda one: find_need(*one[0])):
             fitting += self._keeps_limit(self._judge(specs))
-            if fitting == ENOUGH_USUAL:
+            if fitting == ENOUGH_CANDIDATES:
                 break
 
     def _improve(self, begun: Sequence[_Program], price: float, held: frozenset[int]) -> None:
-        """Place in turn what is between inputs, and inputs as well, as long as that helps."""
+        """Place intermediate values, then inputs as well, in turn, as long as that helps."""
         best_s = math.inf
-        if len(self._graph.operations) > MOST_TURNED:
+        if len(self._graph.operations) > MAX_TURN_OPERATIONS:
             return
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             anew = [self._judge(one.specs) for one in begun]
             found = [self._judge_price(price, held, one) for one in anew]
             best = min(found, key=_by_time)

@@ -91,7 +91,7 @@ def _is_work(action: Action, step: ProgramStep) -> bool:
 
 
 class _CompiledWork:
-    """Consecutive steps, compiled when they run first.
+    """Consecutive steps, which are compiled when they first run.
 
     Args:
         steps: in their order.
@@ -118,7 +118,7 @@ class _CompiledWork:
         self._run: Run = self._run_first
 
     def __call__(self, values: Registers) -> None:
-        """Does it, on registers."""
+        """Run the steps on registers."""
         self._run(values)
 
     def _run_first(self, values: Registers) -> None:
@@ -192,7 +192,8 @@ class _CompiledWork:
         return functions
 
     def _write_function(self, functions: Sequence[Callable[..., Any]], place: int) -> Any:
-        """The steps of a rank as a function with code of its own, as `torch.compile` counts it."""
+        """Write the steps of a rank as a function with a code object of its own."""
+        # `torch.compile` limits how often it compiles a code object.
         names: dict[str, Any] = {}
         lines = [f"def work({', '.join(map(_name, self._reads))}):"]
         for number, (step, function) in enumerate(zip(self._steps, functions, strict=True)):

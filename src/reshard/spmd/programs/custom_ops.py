@@ -203,7 +203,7 @@ def _check_attribute(operator: str, name: str, value: object) -> None:
 
 
 def _make_infer(name: str, rule: Rule, function: Function) -> Infer:
-    """From shapes and attributes to the rule, which is checked where it is known before."""
+    """Return the function from shapes and attributes to the rule, which is checked if known."""
     if isinstance(rule, str):
         rule = Template.parse(rule)
     if isinstance(rule, Template):
@@ -310,7 +310,7 @@ def _make_work(name: str, operations: Operations) -> Work:
 def _make_local(
     name: str, infer: Infer, result_types: ResultTypes, function: Function
 ) -> Callable[[LocalWork], list[Function]]:
-    """Makes each rank's function: the user's, whose results are checked each time."""
+    """Return what makes each rank's function: the user's function, with its results checked."""
 
     def local(work: LocalWork) -> list[Function]:
         shapes = [() if one is None else one.shape for one in work.operands]
@@ -366,7 +366,7 @@ def _make_local(
 def _check_part(
     work: LocalWork, rank: int, number: int, part: Any, shape: tuple[int, ...], dtype: DType
 ) -> Any:
-    """A part of a result, as the library's array. Raises ShardError for what does not fit."""
+    """Return a shard of a result as the library's array. Raises ShardError if it does not fit."""
     said = f"the local function of operator {work.name} made result {number} on rank {rank}"
     if not work.library.is_array(part):
         raise UsageError(

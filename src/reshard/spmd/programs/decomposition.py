@@ -38,7 +38,7 @@ from reshard.topology import Topology
 
 PRODUCTS = ("matmul", "einsum")
 COUNTS = (2, 4, 8)
-"""Numbers of pieces."""
+"""Numbers of pieces that are tried."""
 NO_RULE = OpShardingRule([], [], [])
 """Stands for the rule of an operation whose operands are not known yet."""
 
@@ -72,9 +72,9 @@ class _Pieces(NamedTuple):
         products: their places.
         target: the sharding to which the value moves.
         factors: for each product, the factor of its rule along which it is split.
-        dim: of the value that moves.
-        parts: a piece has as much of each of so many parts of the dimension.
-        n_pieces: how many there are.
+        dim: the dimension of the resharded value.
+        parts: the number of equal shards of the dimension; a piece has an equal part of each.
+        n_pieces: the number of pieces.
     """
 
     products: tuple[int, ...]
@@ -133,9 +133,9 @@ class _PieceSearch:
         return (maker,) if maker >= 0 and self._is_product(maker) else ()
 
     def _readers_of(self, place: int) -> tuple[int, ...]:
-        """The products that read what a movement makes, if all they need is there for the first.
+        """Return the products that read a reshard's result, if the first could compute all of them.
 
-        Empty if another operation reads it first: it would need all pieces.
+        Empty if another operation reads it first, which would need all pieces.
         """
         (made,) = self._operations[place].results
         readers = self._readers.get(made, [])
@@ -185,7 +185,7 @@ class _PieceSearch:
     def _dims(
         self, place: int, products: tuple[int, ...]
     ) -> Iterator[tuple[int, tuple[tuple[int, ...], int]]]:
-        """Dimensions along which it can be cut, with the products' factors and the parts."""
+        """Yield the dimensions that can be split, with the products' factors and the parts."""
         moving = self._operations[place]
         (source,), (target,) = moving.operands, moving.results
         for dim in range(self._kinds[source].ndim):
@@ -259,7 +259,7 @@ def _is_free(rule: OpShardingRule, factor: int) -> bool:
 
 
 class _PieceWriter:
-    """The operations with pieces in place of what was chosen."""
+    """Writes the graph with pieces in place of the chosen reshards and products."""
 
     def __init__(
         self,
@@ -366,7 +366,7 @@ class _PieceWriter:
         return found
 
     def _put_together(self, number: int) -> None:
-        """The value of pieces that were made before, where it is read first."""
+        """Assemble a value from its pieces, before it is first read."""
         if number not in self._waiting:
             return
         made, dim, parts = self._waiting.pop(number)

@@ -52,7 +52,7 @@ from reshard.spmd.tracing.trace import find_runner, trace_graph
 
 Function = Callable[..., Any]
 Kinds = tuple[tuple[ArrayType, ...], BodyCosts]
-"""Types of results, and what is moved and held meanwhile."""
+"""The types of the results, and the data movement and memory of the body."""
 
 
 def eagerly(function: Function) -> Function:
@@ -150,7 +150,7 @@ class _EagerOperation:
         return self._function(*given, **options)
 
     def record(self, recorder: GraphRecorder) -> Any:
-        """The results, without elements, of the operation that a recorder and tapes write down."""
+        """Record the operation in a graph and on tapes, and return its results without elements."""
         kinds, _ = self._find_kinds([one.type for one in self._operands])
         run = Body(self._run, lambda types: self._find_kinds(types)[1], self._meshes)
         said = {"function": self._name}

@@ -67,16 +67,17 @@ from reshard.spmd.propagation.by_cost.movements import NOTHING
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
 from reshard.spmd.shards.runner import replicated
 
-# Kinds of inputs that are seeds, the largest first, and seeds that are combined with others.
-MOST_KINDS = 24
-MOST_BESIDE = 8
-MOST_SEEDS = 12
-# Of what was seen, how many descend.
-MOST_DESCENTS = 8
+# Kinds of inputs that are seeds, the largest first; seeds that are tried with those that were kept;
+# and seeds that are kept for an axis.
+MAX_KINDS = 24
+MAX_COMBINED = 8
+MAX_SEEDS = 12
+# Combinations of seeds that descend, the fastest first.
+MAX_DESCENTS = 8
 
 
 class Seed(NamedTuple):
-    """A dimension of all inputs of a kind, cut over an axis of the mesh."""
+    """A dimension of all inputs of a kind, sharded over an axis of the mesh."""
 
     kind: int
     dim: int
@@ -90,8 +91,8 @@ class InputSearch:
         graph: the function.
         annotations: shardings of some values, by their numbers.
         free: the inputs whose shardings are looked for.
-        ties: values that are to lie where an input does, by the numbers of both.
-        mesh: over whose axes inputs may be cut.
+        ties: values that have the sharding of an input, by the numbers of both.
+        mesh: the mesh over whose axes inputs may be sharded.
         machine: links and devices.
     """
 
@@ -132,7 +133,7 @@ class InputSearch:
         held: Collection[int],
         near: Sequence[Sequence[ShardingSpec | None]] = (),
     ) -> Choices:
-        """Choices of little time, with a price of memory.
+        """Return fast choices for a price of memory.
 
         Args:
             price_s: seconds for each byte that the busiest rank has.
@@ -146,7 +147,7 @@ class InputSearch:
             return improved(self.problem, (), [chosen], is_least=True)[0]
         begun = [
             total.descended(self._find_nearest(some), self._ways, sweeps=0) for some in near
-        ] or sorted(self._seeds, key=total.value)[:MOST_DESCENTS]
+        ] or sorted(self._seeds, key=total.value)[:MAX_DESCENTS]
         return improved(self.problem, begun)[0]
 
     def descended(self, start: Choices) -> tuple[Choices, float]:
@@ -191,7 +192,7 @@ class InputSearch:
         return self.problem.answer(chosen, self._base)
 
     def _find_kinds(self) -> list[tuple[int, ...]]:
-        """Inputs that are read alike, the largest first."""
+        """Return groups of inputs with equal readers, the largest first."""
         # The readers of an identity's result count as readers of its operand.
         inputs = {number: number for number in self.free}
         readers: dict[int, list[object]] = {number: [] for number in self.free}
@@ -216,7 +217,7 @@ class InputSearch:
         return math.prod(value.shape) * dtype(value.dtype).itemsize_bytes
 
     def _count_bytes(self, number: int, shardings: Sequence[Sharding] | None = None) -> FloatArray:
-        """The bytes of a value on a rank, for each of some shardings; for its own when None."""
+        """Return the bytes of a value on a rank in each of some shardings, or its candidates."""
         value = self.graph.values[number]
         found = [
             math.prod(
@@ -268,7 +269,7 @@ class InputSearch:
         best_s = judge()
         for axis in self.mesh.axis_names:
             waiting = self.list_seeds(axis)
-            for _ in range(MOST_SEEDS):
+            for _ in range(MAX_SEEDS):
                 if not waiting:
                     break
                 judged = [(judge(*laid, one), place) for place, one in enumerate(waiting)]
@@ -278,7 +279,7 @@ class InputSearch:
                 best_s = least_s
                 laid.append(waiting[place])
                 others = [waiting[at] for _, at in sorted(judged)]
-                waiting = [one for one in others if one.kind != laid[-1].kind][:MOST_BESIDE]
+                waiting = [one for one in others if one.kind != laid[-1].kind][:MAX_COMBINED]
         return list(found)
 
     def list_seeds(self, axis: str) -> list[Seed]:
@@ -286,13 +287,13 @@ class InputSearch:
         size = self.mesh.axis_size(axis)
         return [
             Seed(kind, dim, axis)
-            for kind, some in enumerate(self.kinds[:MOST_KINDS])
+            for kind, some in enumerate(self.kinds[:MAX_KINDS])
             for dim, length in enumerate(self.graph.values[some[0]].shape)
             if length % size == 0
         ]
 
     def begin(self, seeds: Iterable[Seed]) -> Choices:
-        """The choices nearest to what seeds become, operations in the ways that suit it best."""
+        """Return the choices nearest to the propagated seeds, each operation in its fastest way."""
         # Axes cut a dimension in the order of the mesh, as candidates have them.
         laid = tuple(sorted(seeds, key=lambda seed: (self.mesh.axis_names.index(seed.axis), seed)))
         if laid not in self._begun:
@@ -301,7 +302,7 @@ class InputSearch:
         return self._begun[laid]
 
     def with_inputs(self, chosen: Choices, specs: Mapping[int, ShardingSpec]) -> Choices:
-        """Choices with inputs nearest to other shardings, operations in the ways that suit best."""
+        """Return choices with inputs nearest to shardings, each operation in its fastest way."""
         shardings: list[Sharding] = self.problem.shardings(chosen)
         for number, spec in specs.items():
             shardings[number] = self.table.encoded(spec).plain
@@ -340,16 +341,17 @@ def _find_alike(graph: Graph) -> list[int]:
 
 
 def _number(some: Iterable[object]) -> list[int]:
-    """Equal ones have the same number."""
+    """Number objects; equal objects have the same number."""
     known: dict[object, int] = {}
     return [known.setdefault(one, len(known)) for one in some]
 
 
-# Axes that are data or tensor parallel in all combinations; the others are like the last of them.
-MOST_AXES = 3
-# As much computing as the least, in parts of it, and bytes of weights that may stay whole.
-NEARLY_LEAST = 1.1
-FEW_BYTES = 0.01
+# Axes that are data or tensor parallel in all combinations; further axes are as the last of them.
+MAX_AXES = 3
+# The computation that counts as the minimum, relative to it; and the fraction of the bytes of all
+# weights that may stay replicated.
+COMPUTE_TOLERANCE = 1.1
+SMALL_WEIGHTS = 0.01
 
 
 class InputLayout(NamedTuple):
@@ -358,8 +360,8 @@ class InputLayout(NamedTuple):
     Args:
         specs: the shardings.
         chosen: choices of all variables of the search near these.
-        seconds_s: about what the function takes.
-        size_bytes: of all these inputs on a rank.
+        seconds_s: the approximate time of the function.
+        size_bytes: the size of all these inputs on a rank.
     """
 
     specs: tuple[ShardingSpec, ...]
@@ -369,7 +371,7 @@ class InputLayout(NamedTuple):
 
 
 def candidate_layouts(search: InputSearch) -> list[InputLayout]:
-    """Data, fully sharded and tensor parallelism over each axis, those of least time first."""
+    """Return layouts for data, fully sharded and tensor parallelism by axis, the fastest first."""
     batch = _find_batch(search)
     weights = _list_weights(search, batch)
     cut = [number for kind in (*batch, *weights) for number in search.kinds[kind]]
@@ -397,7 +399,7 @@ def _list_data_axes(search: InputSearch) -> list[list[str]]:
     """
     names, size_of = search.mesh.axis_names, search.mesh.axis_size
     found = []
-    for is_data in itertools.product((True, False), repeat=min(len(names), MOST_AXES)):
+    for is_data in itertools.product((True, False), repeat=min(len(names), MAX_AXES)):
         last = [is_data[-1]] * (len(names) - len(is_data))
         own = dict(zip(names, (*is_data, *last), strict=True))
         pairs = itertools.combinations(names, 2)
@@ -407,10 +409,10 @@ def _list_data_axes(search: InputSearch) -> list[list[str]]:
 
 
 def _list_weights(search: InputSearch, batch: Collection[int]) -> list[int]:
-    """The kinds of inputs that are not the batch, without small ones such as those of norms."""
+    """Return the kinds of inputs that are not the batch, except small ones such as norms."""
     kinds = [kind for kind in range(len(search.kinds)) if kind not in batch]
     sizes = [sum(float(search.sizes_bytes[n].max()) for n in search.kinds[kind]) for kind in kinds]
-    few_bytes = sum(sizes) * FEW_BYTES
+    few_bytes = sum(sizes) * SMALL_WEIGHTS
     return [kind for place, kind in enumerate(kinds) if sum(sizes[place:]) > few_bytes]
 
 
@@ -428,7 +430,7 @@ def _find_batch(search: InputSearch) -> list[int]:
     if not begun:
         return []
     computing_s = list(map(search.problem.computing_s, begun))
-    most_s = min(computing_s) * NEARLY_LEAST
+    most_s = min(computing_s) * COMPUTE_TOLERANCE
     few = [one for one, own_s in zip(begun, computing_s, strict=True) if own_s <= most_s]
     best = min(few, key=search.total.value)
     return [kind for kind in range(len(search.kinds)) if _is_cut(search, best, kind, axis)]
@@ -495,7 +497,7 @@ def _shard_fully(
 def _spread(
     search: InputSearch, spec: ShardingSpec, number: int, axes: Sequence[str]
 ) -> ShardingSpec:
-    """A sharding with each axis, unless it is used, where nothing cuts so far if that can be."""
+    """Return a sharding with each unused axis added, to a dimension without axes if possible."""
     mesh, shape = search.mesh, search.graph.values[number].shape
     dims = [[str(axis) for axis in dim.axes] for dim in spec.dim_specs]
     used = {axis.name for dim in spec.dim_specs for axis in dim.axes}
@@ -508,9 +510,9 @@ def _spread(
     return ShardingSpec(mesh, [sorted(names, key=mesh.axis_names.index) for names in dims])
 
 
-# How many beginnings are looked at.
-MOST_LOOKS = 2048
-# Sums are compared up to this part of them, far beyond what rounding does.
+# Partial choices that are expanded.
+MAX_EXPANSIONS = 2048
+# Sums are compared up to this fraction, which is far above rounding errors.
 SLACK = 1e-9
 
 
@@ -520,7 +522,7 @@ def optimal_inputs(
     best_s: float,
     limit: float,
 ) -> bool:
-    """Judges all choices of inputs that may take less than the best. Whether it came to the end.
+    """Evaluate all choices of inputs that may be the fastest; return whether none is left.
 
     Args:
         search: of the graph.
@@ -537,7 +539,7 @@ def optimal_inputs(
     # The bound of each partial choice, its order among equals, and the choices.
     waiting: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
     count = 1
-    for _ in range(MOST_LOOKS):
+    for _ in range(MAX_EXPANSIONS):
         if not waiting or waiting[0][0] >= best_s * (1 - SLACK):
             return True
         bound_s, place, chosen = heapq.heappop(waiting)

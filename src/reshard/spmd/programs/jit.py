@@ -67,16 +67,16 @@ def trace_within(
     strategy: str,
     limit: int,
 ) -> Trace:
-    """Return the trace of a function in a placement that keeps a limit on every rank.
+    """Return the trace of a function in a placement that satisfies a limit on every rank.
 
     Args:
-        trace_by: gives the function's trace by a strategy.
+        trace_by: traces the function by a strategy.
         finish: adds the memory and time of overlap and donation to a trace.
         name: of the function, for errors.
-        strategy: that was asked for.
-        limit: the most bytes of `Trace.peak_bytes` on any rank.
+        strategy: the requested strategy.
+        limit: the maximum of `Trace.peak_bytes` of any rank.
 
-    Raises PlanError where nothing that is found keeps it.
+    Raises PlanError if no placement that is found satisfies it.
     """
     first = trace_by(strategy)
     asked = finish(first)
@@ -124,11 +124,11 @@ def _describe(name: str, asked: Trace, others: list[Trace], limit: int) -> str:
 
 Function = Callable[..., Any]
 
-MOST_PROGRAMS = 256
-"""Of one function; the oldest goes first."""
+MAX_PROGRAMS = 256
+"""Programs of a function that are cached; the oldest is discarded first."""
 
 MANY_PROGRAMS = 16
-"""With so many, a warning is raised that a function is traced again and again."""
+"""The number of programs of a function at which a warning is raised."""
 
 
 def jit(
@@ -205,7 +205,7 @@ def jit(
 
 
 def read_places(donate: Any) -> frozenset[int]:
-    """Return the positions of arguments that are given up. Raises UsageError for what are none."""
+    """Return the positions of donated arguments. Raises UsageError for invalid positions."""
     places = [donate] if isinstance(donate, int) else donate
     is_list = isinstance(places, list | tuple)
     if not is_list or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in places):
@@ -379,7 +379,7 @@ class JittedFunction:
                     UserWarning,
                     stacklevel=3,
                 )
-            while len(self._programs) >= MOST_PROGRAMS:
+            while len(self._programs) >= MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
             found = self._programs[key] = Program(graph, self._overlap, self._backend)
             return found
@@ -389,7 +389,7 @@ class JittedFunction:
 
 
 def read_kind(tree: Any, key: list[Any], arrays: list[Any]) -> None:
-    """Adds what a tree of arguments is to a key, and its arrays to a list.
+    """Append the kind of a tree of arguments to a key, and its arrays to a list.
 
     Raises UsageError for an array without elements, and for what cannot be compared.
 

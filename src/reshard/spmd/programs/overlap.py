@@ -50,7 +50,7 @@ def estimate_overlap(traced: Trace, overlap: int, donated: Sequence[int] = ()) -
 
     Args:
         traced: of the function.
-        overlap: how many movements are under way at most.
+        overlap: the maximum number of reshards of a kind in flight.
         donated: inputs that the caller does not keep, by number.
     """
     inserted = insert_reshards(traced.graph)
@@ -118,7 +118,7 @@ def _count_memory(
 
 
 def _count_seconds(traced: Trace, steps: Sequence[ProgramStep], order: Sequence[Action]) -> float:
-    """When the last step has ended, with what computes and what moves each on a line of its own."""
+    """Return when the last step ends, if operators and reshards run in parallel sequences."""
     computing = {one.operation: number for number, one in enumerate(steps) if one.moved is None}
     now_s = moved_s = 0.0
     ends_s: dict[int, float] = {}
@@ -147,7 +147,7 @@ def overlapped(
 ) -> Trace:
     """Estimate a trace with overlap, and its products in pieces if that is faster.
 
-    Args: those of `estimate_overlap`, and the most that a rank may hold.
+    Args: those of `estimate_overlap`, and the limit on the memory of a rank.
     """
     whole = estimate_overlap(traced, overlap, donated)
     in_pieces = decompose(traced)

@@ -396,10 +396,13 @@ def _make_call_run(
 
 
 class Program:
-    """A recorded function with its shardings, and its program once it was carried out.
+    """A graph with shardings, and the program into which its first run compiles it.
 
-    At most `overlap` reshards are in flight, and a `backend` of `torch.compile` compiles local
-    computation: True for the default, False for none.
+    Args:
+        graph: the graph.
+        overlap: the maximum number of reshards of a kind in flight.
+        backend: the backend of `torch.compile` that compiles local computation; True for the
+            default, False for none.
     """
 
     def __init__(
@@ -424,7 +427,7 @@ class Program:
         self._fixed: dict[int, Any] = {}
 
     def interpret(self, given: Sequence[Any], runner: Runner) -> Any:
-        """As `run`, operation by operation."""
+        """Return the results as `run` does, executing operation by operation."""
         arrays = {
             number: self._enter(x, number, runner)
             for number, x in zip(self._arguments, given, strict=True)
@@ -476,7 +479,7 @@ class Program:
         return filled(self._graph.returned, values)
 
     def _enter(self, x: Any, number: int, runner: Runner) -> Any:
-        """Return an argument as the program wants it."""
+        """Return an argument in the sharding that the program takes."""
         wanted = self._wanted[number]
         if isinstance(x, ShardedArray) and x.type is wanted and x.runner is runner:
             return x

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from reshard.spmd.tracing.estimates import held_bytes
 from reshard.spmd.tracing.trace import Trace, trace_graph
 
-_MOST_CHAIN = 12
-"""Operations that are carried out again for one value."""
-_TRIED = 8
-"""Values that are tried before one is chosen: the largest that live longest."""
+_MAX_CHAIN = 12
+"""Operations that are repeated for a single value."""
+_MAX_TRIED = 8
+"""Values that are tried for each choice, by size times lifetime."""
 _PRODUCT, _MOVED = 16, 8
-"""How many bytes of an operator count as one of a product's, and of what moves."""
+"""The costs of a byte of a product, and of a byte that moves, relative to other operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class _RecomputationSearch:
             if before.get(value, peak) < peak and value not in self._kept and self._sizes[value]
         ]
         found.sort(key=lambda one: -self._sizes[one[0]] * (one[1] - before[one[0]]))
-        return found[:_TRIED]
+        return found[:_MAX_TRIED]
 
     def _again(
         self, uses: Sequence[_PlacedUse], value: int, peak: int, reader: int
@@ -170,7 +170,7 @@ class _RecomputationSearch:
             if one in chain:
                 continue
             own = self._costs[one.operation]
-            if own is None or len(chain) >= _MOST_CHAIN:
+            if own is None or len(chain) >= _MAX_CHAIN:
                 return None
             chain[one] = None
             cost += own

@@ -54,18 +54,19 @@ class ProgramStep:
     """One call of a program: the registers that it reads and makes, and what it does.
 
     Args:
-        run: does it, on registers.
-        reads, makes: registers.
-        transport: "here" where this rank does it alone.
-        operation: the number of the operation that it belongs to.
-        move: of a movement.
-        moved: of a movement: the array before, and the sharding after it.
-        grows: whether the result of a movement is larger than its source, on the fullest ranks.
-        name: of the operator, of what ranks compute.
-        functions: the kernel of each local rank; None if the step is not an operator.
-        is_single: whether these return a single result, not a tuple of them.
-        may_view: whether its results may have the memory of what it reads, or of others.
-        write_into: does it with the result in a register's memory, where that can be.
+        run: executes it on registers.
+        reads, makes: the registers.
+        transport: "here" if this rank executes it alone.
+        operation: the place of the operation that it belongs to.
+        move: for a reshard, the function of shards.
+        moved: for a reshard, the type before and the sharding after it.
+        grows: whether the result of a reshard is larger than its source, on the fullest ranks.
+        name: for an operator, its name.
+        functions: for an operator, the kernel of each local rank; else None.
+        is_single: whether kernels return a single result, not a tuple.
+        may_view: whether its results may share memory with its operands or other arrays.
+        write_into: returns a function that writes the result into a register's memory; None if
+            that is not possible.
     """
 
     run: Run
@@ -100,7 +101,9 @@ def blocking_order(steps: Sequence[ProgramStep], kept: Iterable[int]) -> tuple[A
 def overlapped_order(
     steps: Sequence[ProgramStep], kept: Iterable[int], ahead: int
 ) -> tuple[Action, ...]:
-    """All steps, with `ahead` movements of each kind under way at most; 0 is the blocking order.
+    """Return the order of all steps, with at most `ahead` reshards of each kind in flight.
+
+    With 0, it is the blocking order.
 
     >>> def step(reads, makes, transport="here"):
     ...     return ProgramStep(lambda values: None, reads, makes, transport)
@@ -150,7 +153,7 @@ def _get(maker: dict[int, int]) -> Callable[[int], int]:
 def _find_begins(
     steps: Sequence[ProgramStep], maker: dict[int, int], ahead: int
 ) -> dict[int, list[int]]:
-    """Before which step each movement begins: movements by the numbers of steps."""
+    """Return the reshards that start before each step, by the numbers of steps."""
     readers: dict[int, int] = {}
     for number, one in enumerate(steps):
         for register in one.reads:
@@ -217,22 +220,22 @@ def _with_frees(
     return tuple(found[::-1])
 
 
-LEAST_BYTES = 1 << 16
-"""Of a shard: below it an allocator has memory at hand."""
+MIN_REUSED_BYTES = 1 << 16
+"""The minimum size of a shard for reuse: allocators keep smaller pieces at hand."""
 
 
 def find_reused(
     order: Sequence[Action], steps: Sequence[ProgramStep], kinds: Sequence[ArrayType]
 ) -> dict[int, int]:
-    """Into which register's memory actions may write their results.
+    """Find the operands whose memory actions may write their results to.
 
     Args:
-        order: what is done of the steps.
-        steps: all of them.
-        kinds: types of what is in the registers of values.
+        order: the actions.
+        steps: all steps.
+        kinds: the types of the registers' values.
 
     Returns:
-        registers by the place of the action in the order.
+        The register of each such operand, by the place of the action in the order.
     """
     # Several results of an operator may be views of the same array.
     own = (one for one in steps if not one.may_view and one.is_single)
@@ -256,4 +259,4 @@ def find_reused(
 
 def _is_large(kind: ArrayType) -> bool:
     ranks = (0,) if kind.spec is None else kind.spec.mesh.devices
-    return kind.ndim > 0 and max(held_bytes([kind], ranks)) >= LEAST_BYTES
+    return kind.ndim > 0 and max(held_bytes([kind], ranks)) >= MIN_REUSED_BYTES

@@ -41,8 +41,10 @@ class TracedFunction:
         arguments: types of its arguments, in trees.
         recorder: of the function around it.
 
-    `captured` are other arrays that it reads than its arguments, `results` the returned tree, with
-    the places of arrays, and `meshes` those of its arrays.
+    Attributes:
+        captured: the arrays that it reads in addition to its arguments.
+        results: the returned tree, with a value for each array.
+        meshes: those of its arrays.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class TracedFunction:
         return self._program(arrays, runner).run(arrays, runner)
 
     def inline(self, arrays: Sequence[Any], runner: Runner) -> Any:
-        """As `run`, operation by operation, for whoever listens."""
+        """Run it as `run` does, operation by operation, for recorders that listen."""
         return self._program(arrays, runner).interpret(arrays, runner)
 
     def _program(self, arrays: Sequence[Any], runner: Runner) -> Program:
@@ -90,7 +92,7 @@ class TracedFunction:
         return self._within[key]
 
     def result_types(self, types: Sequence[ArrayType]) -> tuple[ArrayType, ...]:
-        """Types of the arrays that it returns, without contributions that wait."""
+        """Return the types of its results, without pending sums."""
         key = tuple(types)
         if key not in self._kinds:
             runner = AbstractRunner(self._graph.library)

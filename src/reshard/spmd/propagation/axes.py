@@ -38,8 +38,8 @@ from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.rules.sharding_rule import Mapping
 
-# Beyond any program's number of different shardings; a bound all the same.
-MOST_KEPT = 1 << 16
+# Shardings that are cached. No program has as many; without a bound, a process could leak memory.
+MAX_CACHED = 1 << 16
 
 Part = tuple[int, int, int, int]
 Parts = tuple[Part, ...]
@@ -131,7 +131,7 @@ def begins_strictly(first: Parts, second: Parts) -> bool:
 
 
 def size_of(parts: Parts) -> int:
-    """Into how many pieces the parts cut."""
+    """Return the number of shards that the parts make."""
     size = 1
     for part in parts:
         size *= part[2]
@@ -222,7 +222,7 @@ class AxisTable:
         """Return a sharding of the mesh in integers, without its priorities."""
         found = self._encoded.get(spec)
         if found is None:
-            if len(self._encoded) >= MOST_KEPT:
+            if len(self._encoded) >= MAX_CACHED:
                 self._encoded.clear()
             found = self._encoded[spec] = Sharding(
                 tuple(self._encode_dim(dim) for dim in spec.dim_specs),
@@ -250,7 +250,7 @@ class AxisTable:
         """Return the sharding of these integers."""
         found = self._decoded.get((sharding, priorities))
         if found is None:
-            if len(self._decoded) >= MOST_KEPT:
+            if len(self._decoded) >= MAX_CACHED:
                 self._decoded.clear()
             dims = [
                 DimSpec(self._decode_levels(parts), not closed, priority)
@@ -275,7 +275,7 @@ class AxisTable:
         """Return the sharding of these integers, without open dimensions."""
         found = self._closed.get(sharding)
         if found is None:
-            if len(self._closed) >= MOST_KEPT:
+            if len(self._closed) >= MAX_CACHED:
                 self._closed.clear()
             closed = sharding._replace(is_closed=(True,) * len(sharding.dims))
             found = self._closed[sharding] = self.decoded(closed)
@@ -289,7 +289,7 @@ class AxisTable:
         return ([Level(flat)] if flat else []) + own
 
     def whole_levels(self, parts: Parts) -> Parts:
-        """`parts` without a level at the end of which axes are missing."""
+        """Return the parts without a last level that is incomplete."""
         if not parts or not parts[-1][3]:
             return parts
         level = self.levels[parts[-1][3]]

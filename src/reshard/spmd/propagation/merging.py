@@ -112,7 +112,7 @@ class OperatorTensors:
         return len(self.rule.operands)
 
     def extend(self, tensor: int, factor: int, axes: Parts) -> None:
-        """Cut a factor of a tensor by `axes`, if that goes further than it is cut."""
+        """Shard a factor of a tensor along `axes`, if these extend its axes."""
         cut = self.factors[tensor].get(factor)
         if cut is not None and begins_strictly(cut.axes, axes):
             cut.axes = axes
@@ -189,7 +189,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def _find_widest(tensors: OperatorTensors, factor: int, direction: Direction) -> Parts:
-    """The cut of a factor into the most parts, of the tensors that a direction comes from."""
+    """Return the sharding of a factor with the most shards, of the tensors of a direction."""
     count = tensors.count_of_operands
     from_operands, from_results = direction & Direction.FORWARD, direction & Direction.BACKWARD
     best: tuple[int, int] = (1, -1)
@@ -206,7 +206,7 @@ def _find_widest(tensors: OperatorTensors, factor: int, direction: Direction) ->
 
 
 def _count_parts(tensors: OperatorTensors, factor: int, axes: Parts) -> int:
-    """Into how many parts that have elements axes cut a factor."""
+    """Return the number of nonempty shards into which axes cut a factor."""
     return min(size_of(axes), max(tensors.rule.sizes[factor], 1))
 
 
@@ -260,7 +260,7 @@ def _find_common(old: Parts, new: Parts, can_extend: bool) -> tuple[Parts, bool]
 
 
 def _truncate(table: AxisTable, axes: Parts, fit: Callable[[Part, int], Part | None]) -> Parts:
-    """`axes` up to the first that does not fit, or fits in part."""
+    """Return the axes up to the first that does not fit, or fits in part."""
     before = 1
     for place, part in enumerate(axes):
         found = fit(part, before)
@@ -375,7 +375,7 @@ def _sort_by_preference(tensors: OperatorTensors, agreed: Sequence[Parts]) -> li
 
 
 def _limit_to_results(tensors: OperatorTensors, factor: int, axes: Parts) -> Parts:
-    """`axes` as far as every result has them: operands take no more."""
+    """Return the prefix of the axes that every result has: operands take no more."""
     for factors in tensors.factors[tensors.count_of_operands :]:
         cut = factors.get(factor)
         if cut is not None and begins_strictly(cut.axes, axes):

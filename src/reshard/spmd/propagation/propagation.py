@@ -272,7 +272,7 @@ def joined(now: Sharding, user: Sharding, priorities: Sequence[int], level: int)
 
 @lru_cache(maxsize=4096)
 def carriers_of(rule: OpShardingRule) -> frozenset[int]:
-    """Factors that carry levels with a rule of their own: pointwise ones.
+    """Return the factors that carry levels with a cut rule: pointwise factors.
 
     >>> sorted(carriers_of(OpShardingRule.parse("([ij], [k]) -> ([i, j, k]) {i=2, j=4, k=8}")))
     [2]

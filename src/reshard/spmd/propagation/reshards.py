@@ -163,7 +163,7 @@ def _is_everywhere(rule: OpShardingRule, factor: int) -> bool:
 
 
 def _distribute(rule: OpShardingRule, axes: Parts, found: Axes) -> None:
-    """Cut factors that all tensors have along axes that are free, where they divide them."""
+    """Shard factors that all tensors have along free axes that divide them."""
     special = {*rule.reduction, *rule.need_replication, *rule.permutation}
     # A level with a rule of its own stays where it is, and nothing cuts its parts further here.
     waiting = [part for part in axes if not part[3]]
@@ -510,7 +510,7 @@ class _Placing:
         return found[0] if found else operation.rule.reduction_operator
 
     def _keep_partial(self, operation: Operation, wanted: Parts) -> Parts:
-        """Partial axes that operands keep, since the operator passes contributions on.
+        """Return the partial axes that operands keep, because the operator passes them on.
 
         The result asks for them, and the operands that have them are such a set as the operator
         may be applied to contribution by contribution.

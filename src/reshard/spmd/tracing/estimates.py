@@ -45,14 +45,14 @@ from reshard.topology import Device, Topology
 
 @dataclass(frozen=True)
 class InsertedReshard:
-    """A value that gets another sharding.
+    """A reshard of a value.
 
     Args:
         value: its number in the graph.
-        source: the array before.
+        source: the type of the array before.
         target: the sharding after.
-        topology: by which the time is estimated; None for no times.
-        library: whose collectives take it.
+        topology: the topology for time estimates; None without times.
+        library: the library whose collectives are assumed.
     """
 
     value: int
@@ -85,14 +85,14 @@ class InsertedReshard:
 
     @cached_property
     def estimate(self) -> Estimate | None:
-        """How long the collectives take; None without a topology."""
+        """The time of the collectives; None without a topology."""
         if self.topology is None:
             return None
         return self.program.estimate(self.source.dtype, self.topology, self.library)
 
     @property
     def seconds_s(self) -> float:
-        """How long the collectives take; 0 without a topology."""
+        """The time of the collectives in seconds; 0 without a topology."""
         return 0.0 if self.estimate is None else self.estimate.seconds_s
 
     def __str__(self) -> str:
@@ -102,25 +102,25 @@ class InsertedReshard:
 
 @dataclass(frozen=True)
 class TracedOperation:
-    """An operation and what goes on around it.
+    """An operation, the reshards around it, and estimates of its memory and time.
 
     Args:
         operation: of the graph.
         operands: types as they are made; None for a number.
         runs_with: shardings that the operator runs with; None for what is not sharded.
-        results: types of the results, as the operations that follow find them.
-        computed: types of the results as the operator makes them.
+        results: types of the results, as later operations read them.
+        computed: types of the results as the operator computes them.
         before: operands that are resharded, in the order of the operands.
         after: results that are resharded.
-        reused: operands that lie in another sharding since an operation before moved them there.
-        live_bytes: the most memory that each rank holds meanwhile, in the order of the mesh's
-            devices: arguments, values still to be used, and the buffers of reshards.
-        held_bytes: what each rank holds when the operation begins.
-        compute_s: seconds that each rank computes; empty where no device is known.
-        within: what an operation that is a function moves and holds within: all turns of a `scan`,
-            one of a `while_loop`, and of the branches of a `cond` the greater of both.
-        may_stop: whether a program looks at elements before it, and may have to be carried out
-            from its arguments again, operation by operation.
+        reused: operands that an earlier operation resharded in the same way.
+        live_bytes: the peak memory of each rank during the operation, in the order of the mesh's
+            devices: arguments, values that are read later, and the buffers of reshards.
+        held_bytes: the memory of each rank when the operation begins.
+        compute_s: the compute time of each rank in seconds; empty if no device is known.
+        within: the data movement and memory of a body: of all iterations of a `scan`, an iteration
+            of a `while_loop`, and the maximum over the branches of a `cond`.
+        may_stop: whether a program looks at elements before it, and may have to be executed again
+            from its arguments, operation by operation.
     """
 
     operation: Operation
@@ -139,7 +139,7 @@ class TracedOperation:
 
     @property
     def reshards(self) -> Iterator[InsertedReshard]:
-        """All that is resharded, in order."""
+        """All reshards, in order."""
         yield from self.before
         yield from self.after
 
@@ -155,17 +155,17 @@ class TracedOperation:
 
     @property
     def inserted_s(self) -> float:
-        """How long what is inserted takes; 0 without a topology."""
+        """The time of the inserted reshards; 0 without a topology."""
         return sum(one.seconds_s for one in self.reshards)
 
     @property
     def busiest_s(self) -> float:
-        """How long the rank computes that computes longest; 0 where no device is known."""
+        """The compute time of the slowest rank; 0 if no device is known."""
         return max(self.compute_s, default=0.0)
 
     @property
     def seconds_s(self) -> float:
-        """How long all of it takes: what is inserted, and the rank that computes longest."""
+        """The time of the operation: its reshards, and the slowest rank's computation."""
         # One after the other: collectives wait for the slowest rank, and none of them overlaps
         # computing.
         return self.inserted_s + self.busiest_s
@@ -222,7 +222,7 @@ def _estimate_shapes(
     dtypes: tuple[DType, ...],
     device: Device,
 ) -> float:
-    """Seconds of a rank whose operands and results have these shapes."""
+    """Return the seconds of a rank whose operands and results have these shapes."""
     name, rule = one.operation.operator, one.operation.rule
     count = len(one.operands)
     moved = moved_bytes(name, sizes_bytes[:count], sizes_bytes[count:])
@@ -231,7 +231,7 @@ def _estimate_shapes(
 
 
 def local_sizes(rule: OpShardingRule, shapes: Sequence[Shape]) -> tuple[int, ...]:
-    """The sizes of a rule's factors on a rank, from the shapes of its operands and results there.
+    """Return the sizes of a rule's factors on a rank, from the shapes of its tensors there.
 
     A factor is as large as in the smallest of its dimensions. Of several factors of a dimension
     the major factor is sharded.
@@ -323,7 +323,7 @@ def count_memory(
 
 
 Kept = tuple[int, ArrayType | None, ShardingSpec]
-"""A value that was moved, its type then, and where it was moved to."""
+"""A value that was moved, its type before, and the sharding to which it was moved."""
 
 
 class _LiveMemory:
@@ -387,7 +387,7 @@ class _LiveMemory:
                 self.free(kept)
 
     def _lay_out(self, one: TracedOperation, moved: Sequence[InsertedReshard]) -> None:
-        """The result of `with_sharding`: new memory where something moves, else what is there."""
+        """Add the result of `with_sharding`: new memory if data moves, else that of its operand."""
         (operand,), (result,) = one.operation.operands, one.operation.results
         # The last move is the result, and may be kept for other operations as well.
         there = [self._find_kept(each, operand) for each in (*one.reused, *moved)]
@@ -402,7 +402,7 @@ class _LiveMemory:
 
 
 def _find_last_reads(graph: Graph, inputs: Iterable[int]) -> list[tuple[int, int]]:
-    """Where some inputs are read last: operations and inputs. Those that are returned are kept."""
+    """Return the last operation that reads each of some inputs that are not returned."""
     wanted = {*inputs} - {*graph.outputs}
     last = {
         number: place
@@ -414,7 +414,7 @@ def _find_last_reads(graph: Graph, inputs: Iterable[int]) -> list[tuple[int, int
 
 
 def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ...]:
-    """The bytes of arrays of these types on each rank; None is a number, which takes nothing."""
+    """Return the bytes of arrays of these types on each rank; a number, None, takes no memory."""
     nothing = np.zeros(len(ranks), dtype=np.int64)
     held = sum((count_held(kind, ranks) for kind in kinds if kind is not None), nothing)
     return tuple(held.tolist())
@@ -469,9 +469,9 @@ def count_extra(reshard: InsertedReshard, ranks: Ranks) -> IntArray:
 
 @lru_cache(maxsize=4096)
 def _count_extra(program: Program, ranks: Ranks) -> IntArray:
-    """The most elements each rank holds beyond its source and target: shards on the way, buffers.
+    """Return the peak elements of each rank beyond source and target: shards on the way, buffers.
 
-    See `Program.extra_bytes`, which is that of the fullest rank.
+    `Program.extra_bytes` is that of the fullest rank.
     """
     most = np.zeros(len(ranks), dtype=np.int64)
     for number, step in enumerate(program.steps):

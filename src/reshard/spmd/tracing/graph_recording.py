@@ -83,7 +83,7 @@ class GraphRecorder:
         return tuple(x.type if isinstance(x, ArrayValue) else None for x in self._kept)
 
     def graph(self, returned: Any) -> Graph:
-        """The graph so far of a function that returns a tree of its values and other leaves."""
+        """Return the graph so far of a function that returns a tree with its values."""
         outputs = [leaf.index for _, leaf in leaves(returned) if isinstance(leaf, Value)]
         return Graph(
             tuple(self.values),

@@ -46,8 +46,8 @@ thead .left, .operations td { text-align: left; white-space: nowrap; }
 .operations th:first-child { color: var(--soft); text-align: right; }
 """
 # Reshards that are drawn, and rows of the table of ranks: the page of a large model stays short.
-MOST_DRAWN = 12
-MOST_KINDS = 32
+MAX_DRAWN = 12
+MAX_RANK_ROWS = 32
 
 
 def trace_page(trace: TraceRecord, title: str = "") -> str:
@@ -181,9 +181,9 @@ def _draw_ranks(trace: TraceRecord) -> list[str]:
             *(element("td", bytes_text(int(amount))) for amount in amounts[:3]),
             *(element("td", duration_text(seconds_s)) for seconds_s in amounts[3:]),
         )
-        for amounts, ranks in ordered[:MOST_KINDS]
+        for amounts, ranks in ordered[:MAX_RANK_ROWS]
     ]
-    left_out = sum(len(ranks) for _, ranks in ordered[MOST_KINDS:])
+    left_out = sum(len(ranks) for _, ranks in ordered[MAX_RANK_ROWS:])
     if left_out:
         rest = f"and {count_text(left_out, 'rank')} that move less"
         span = 4 + trace.counts_compute
@@ -213,7 +213,7 @@ def _draw_reshards(trace: TraceRecord) -> list[str]:
         return [element("h2", "Inserted"), element("p", "Nothing is resharded.")]
     # By the bytes that equal reshards move together.
     ordered = sorted(found, key=lambda key: -found[key][1].moved_bytes * count[key])
-    drawn = ordered[:MOST_DRAWN]
+    drawn = ordered[:MAX_DRAWN]
     colours = rank_colours(set(trace.ranks))
     sections = []
     for number, key in enumerate(drawn, 1):

@@ -200,7 +200,7 @@ def time_summary(trace: TraceRecord) -> list[str]:
 
 
 def reason_of(one: TracedOperation, reshard: InsertedReshard) -> str:
-    """Why a value is resharded before or after an operation, as half a sentence.
+    """Explain why a value is resharded before or after an operation, as half a sentence.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.spmd import abstract, flip, trace
@@ -243,7 +243,7 @@ def _explain_result(one: TracedOperation, reshard: InsertedReshard) -> str:
 
 
 def _find_place(one: TracedOperation, reshard: InsertedReshard) -> int | None:
-    """Return which operand it is that the operator itself needs so."""
+    """Return the place of the operand that the operator itself needs resharded so."""
     for place, (number, spec) in enumerate(zip(one.operation.operands, one.runs_with, strict=True)):
         if number == reshard.value and spec is reshard.target:
             return place
@@ -260,7 +260,7 @@ def _explain_contributions(one: TracedOperation, place: int) -> Iterator[str]:
 
 
 def _explain_cuts(one: TracedOperation, place: int) -> Iterator[str]:
-    """Why axes that cut the operand do not when the operator runs."""
+    """Explain why axes that shard an operand do not shard it while the operator runs."""
     kind, spec, operation = one.operands[place], one.runs_with[place], one.operation
     if kind is None or kind.spec is None or spec is None:
         return
@@ -277,7 +277,7 @@ def _explain_cuts(one: TracedOperation, place: int) -> Iterator[str]:
 
 
 def _explain_gains(one: TracedOperation, place: int) -> Iterator[str]:
-    """As which operand the operand is cut, where it was not."""
+    """Explain a sharding that an operand gains: it is that of another operand."""
     kind, spec = one.operands[place], one.runs_with[place]
     for dim, factors in enumerate(one.operation.rule.operands[place]):
         had = () if kind is None or kind.spec is None else kind.spec.dim_specs[dim].axes

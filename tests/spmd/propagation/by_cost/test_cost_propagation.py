@@ -133,7 +133,7 @@ def test_what_is_called_exact_is_the_least_of_all_choices(
     start = sorted(every, key=problem.seconds_s)[round(place * (len(every) - 1))]
     start_s = problem.seconds_s(start)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost_propagation, "MOST_ROUNDS", rounds)
+        patch.setattr(cost_propagation, "MAX_ROUNDS", rounds)
         patch.setattr(cost_propagation, "solve_nearly", lambda *_, **__: (start, start_s))
         found = propagate_by_cost(graph, specs)
     assert least_s * (1 - 1e-9) <= found.seconds_s <= start_s
@@ -191,7 +191,7 @@ def test_three_axes(
     seed: int, exact: bool | None, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exact or not, after enough rounds or too few: what is chosen has its programs' price."""
-    monkeypatch.setattr(cost_propagation, "MOST_ROUNDS", rounds)
+    monkeypatch.setattr(cost_propagation, "MAX_ROUNDS", rounds)
     mesh = DeviceMesh.of(x=2, y=2, z=2)
     graph, _ = random_graph(Random(seed))
     specs = {0: spec(mesh, "x, y z"), 1: spec(mesh, "-, x")}

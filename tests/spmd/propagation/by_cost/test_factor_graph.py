@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.spmd.propagation.by_cost.factor_graph import (
-    MOST_KEPT,
+    MAX_CACHED_ENTRIES,
     CostSum,
     CostTable,
     KnownTables,
@@ -244,7 +244,7 @@ def test_what_is_known_of_other_sums_changes_nothing(
     known: KnownTables = {}
     # Half of the tables are in both sums, so that some joins are known and others are not.
     for some in (tables, [*tables[::2], *others], tables):
-        order = find_order(CHOICES, [one.variables for one in some], MOST_KEPT)
+        order = find_order(CHOICES, [one.variables for one in some], MAX_CACHED_ENTRIES)
         assert order is not None
         chosen = read_off(take_out(order, some, CHOICES, known), CHOICES)
         values = every_value(some)
@@ -256,7 +256,7 @@ def test_tables_alike_are_joined_once() -> None:
     pair = np.array([[3.0, 1.0], [2.0, 5.0]])
     tables = [CostTable((place, place + 1), pair) for place in range(0, 40, 2)]
     choices = (2,) * 41
-    order = find_order(choices, [one.variables for one in tables], MOST_KEPT)
+    order = find_order(choices, [one.variables for one in tables], MAX_CACHED_ENTRIES)
     assert order is not None
     known: KnownTables = {}
     chosen = read_off(take_out(order, tables, choices, known), choices)

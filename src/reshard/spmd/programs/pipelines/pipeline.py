@@ -85,7 +85,7 @@ def _costs_of(
     """
 
     def run(tasks: int, own: Any, cotangent: Any, x: Any, *more: Any) -> Any:
-        """So many tasks of the stage."""
+        """Run the first tasks of the stage."""
         if is_first:
             made, pullback = vjp_in_two(lambda p: function(p, x, *more), own, None, specs)
         else:

@@ -230,7 +230,7 @@ def _ends(
     return (taken, without_partial(made)) if is_back else (made, taken)
 
 
-# How many tasks of each rank before it is taken what another stage makes is asked for.
+# Tasks of each rank by which the result of another stage is requested before it is taken.
 _AHEAD = 2
 
 
@@ -242,7 +242,7 @@ def run_over_processes(
     microbatches: Sequence[tuple[Any, Any]],
     keeper: Runner,
 ) -> tuple[Any, list[Any]]:
-    """One step of a pipeline whose stages are in several processes, all of which call this.
+    """Run a step of a pipeline whose stages are in several processes, all of which call this.
 
     Args:
         stages: the passes of each.
@@ -312,13 +312,13 @@ class _ProcessRun(PipelineRun):
         }
 
     def _digest(self, specs: Sequence[ShardingSpec]) -> str:
-        """Of what ranks of neighbouring stages have to mean alike."""
+        """Return a digest of what must be equal on the ranks of neighbouring stages."""
         tasks = [[str(task) for task in line] for line in self.schedule.tasks]
         meant = tasks, [(one.mesh.text, one.mesh.devices, str(one)) for one in specs]
         return hashlib.blake2b(repr(meant).encode(), digest_size=16).hexdigest()
 
     def result(self) -> tuple[Any, list[Any]]:
-        """As `PipelineRun.result`, with what crosses asked for before it is taken."""
+        """Run all tasks as `PipelineRun.result`, with messages requested ahead."""
         order = self.schedule.run_order
         # On devices messages have the same order on both sides.
         ahead = _AHEAD * self.schedule.n_ranks if self.device.type == "cpu" else 0
@@ -337,9 +337,9 @@ class _ProcessRun(PipelineRun):
         return self.found()
 
     def _ask(self, task: PipelineTask, is_ahead: bool) -> bool:
-        """Ask for what a task makes, if another rank makes it for a stage that is here.
+        """Request the result of a task, if another rank computes it for a local stage.
 
-        Returns False where that cannot be done ahead: nothing is known of it yet.
+        Returns False if it cannot be requested ahead, because its type is not known yet.
         """
         if self.here[task.stage] or task.work is Work.BACKWARD_WEIGHTS:
             return True
@@ -381,7 +381,7 @@ class _ProcessRun(PipelineRun):
 
 
 def _device_of(parameters: Sequence[Any]) -> torch.device:
-    """Of the parameters' shards here."""
+    """Return the device of the local shards of parameters."""
     given = (leaf for _, leaf in leaves(list(parameters)) if isinstance(leaf, ArrayValue))
     shards = (shard for leaf in given for shard in leaf._shards)
     return next(

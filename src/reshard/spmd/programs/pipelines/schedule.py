@@ -168,7 +168,7 @@ class PipelineSchedule:
 
 
 def _check_tasks(schedule: PipelineSchedule) -> None:
-    """Refuse stages not on all ranks alike, and tasks elsewhere, missing or there twice."""
+    """Raise PlanError for a wrong number of stages and for misplaced or missing tasks."""
     n_ranks = schedule.n_ranks
     if not n_ranks or schedule.n_stages % n_ranks:
         raise PlanError(

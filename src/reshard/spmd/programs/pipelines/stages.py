@@ -250,7 +250,7 @@ class ProgramPass:
         self.made = self._take(0, self._stage.made)
 
     def go_back(self, cotangent: Any, known: Any) -> tuple[Any, Any]:
-        """The cotangent of the stage's array, and gradients added to those that are `known`."""
+        """Return the cotangent of the stage's array, and gradients added to those `known`."""
         self._enter(cotangent)
         found = self._run(1, known)
         return self._slope(), self._in_places(found)
@@ -262,7 +262,7 @@ class ProgramPass:
         return self._slope()
 
     def find_gradients(self, known: Any) -> Any:
-        """After `go_back_to_input`: gradients of the parameters, added to those `known`."""
+        """Return gradients added to those `known`, after `go_back_to_input`."""
         return self._in_places(self._run(2, known))
 
     def _enter(self, cotangent: Any) -> None:
@@ -363,7 +363,7 @@ class StagePasses:
             return self._programs[whole]
 
     def _differentiate(self, is_split: bool) -> Differentiated:
-        """The stage and its backward pass, as a function of its parameters and what it is given."""
+        """Return the stage with its backward pass, as a function of its parameters and inputs."""
         function, specs = self._function, self._specs
 
         def differentiated(own: Any, x: Any, *more: Any) -> tuple[Any, Back]:
@@ -389,7 +389,7 @@ class StagePasses:
 
 @dataclass
 class _EagerPass:
-    """The same, operation by operation."""
+    """A forward pass and its backward pass, executed operation by operation."""
 
     made: Any
     _back: Back

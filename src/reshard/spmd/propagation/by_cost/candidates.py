@@ -37,9 +37,10 @@ from reshard.spmd.propagation.axes import (
 from reshard.spmd.propagation.reshards import common_axes
 from reshard.spmd.rules.sharding_rule import Mapping, OpShardingRule
 
-# Ways of an operator, and shardings of a value; those of the other strategies come first.
-MOST_WAYS = 256
-MOST_SHARDINGS = 96
+# Ways of an operator, and shardings of a value; those of other strategies come first, so that none
+# of theirs is left out.
+MAX_WAYS = 256
+MAX_SHARDINGS = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def pieces_of(shardings: Iterable[Sharding]) -> Parts:
 
 
 def every_piece(pieces: Parts, mesh: DeviceMesh) -> Parts:
-    """Pieces, and as a whole each axis of the mesh of which there is none.
+    """Return the pieces, and each axis of the mesh without a piece as a whole.
 
     >>> every_piece(((1, 1, 2, 0), (1, 2, 2, 0)), DeviceMesh.of(x=2, y=4))
     ((0, 1, 2, 0), (1, 1, 2, 0), (1, 2, 2, 0))
@@ -188,7 +189,7 @@ def ways_of(
     """
     rule = operation.rule
     # First the operator on whole operands, which is always possible, then as other strategies run
-    # it: neither is lost where the list is cut off at MOST_WAYS.
+    # it: neither is lost where the list is cut off at MAX_WAYS.
     found: dict[RunOption, None] = {RunOption.of(rule, ((),) * len(rule.sizes)): None}
     elements = [_count_parts(shape) for shape in shapes]
     for shardings in known:
@@ -204,7 +205,7 @@ def ways_of(
     carried = _find_carried(operation, len(rule.operands), reductions)
     for way in _list_ways(rule, tuple(shapes), pieces, carried, in_any_order):
         found.setdefault(way)
-        if len(found) >= MOST_WAYS:
+        if len(found) >= MAX_WAYS:
             break
     return list(found)
 
@@ -212,7 +213,7 @@ def ways_of(
 def _list_placed(
     operation: Operation, shapes: tuple[tuple[int, ...], ...], pieces: Parts, mesh: DeviceMesh
 ) -> Iterator[RunOption]:
-    """The ways in which dimensions are cut along which edges of other parts are needed."""
+    """Yield the ways that need halos: those that shard dimensions which windows reach over."""
     known, rule = operators.get(operation.operator), operation.rule
     if known is None or known.placed is None:
         return
@@ -245,7 +246,7 @@ Carried = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def _find_carried(operation: Operation, count: int, reductions: Sequence[str]) -> Carried:
-    """Reductions, and sets of operands that may have such contributions together."""
+    """Return reductions, each with operands that may have such contributions together."""
     known = operators.get(operation.operator)
     if known is None:
         return ()
@@ -258,7 +259,7 @@ def _find_carried(operation: Operation, count: int, reductions: Sequence[str]) -
 
 @lru_cache(maxsize=4096)
 def _find_cuttable(rule: OpShardingRule, shapes: tuple[tuple[int, ...], ...]) -> frozenset[int]:
-    """Factors along which each device can compute its part by itself."""
+    """Return the factors along which each device can compute its part by itself."""
     whole = {*rule.need_replication, *rule.permutation, *rule.blocked}
     for mapping, shape in zip(rule.tensors, shapes, strict=True):
         for dim, size in zip(mapping, shape, strict=True):
@@ -339,7 +340,7 @@ def _list_ways(
             reduction, operands = carried[number] if axes else ("sum", ())
             way = RunOption.of(rule, tuple(cuts), tuple(sorted(axes)), operands, reduction)
             found[way] = None
-            if len(found) >= MOST_WAYS:
+            if len(found) >= MAX_WAYS:
                 return tuple(found)
     return tuple(found)
 
@@ -368,7 +369,7 @@ def shardings_of(
         if is_output and closed.partial:
             continue
         found.setdefault(closed)
-        if len(found) >= MOST_SHARDINGS:
+        if len(found) >= MAX_SHARDINGS:
             break
     return list(found)
 

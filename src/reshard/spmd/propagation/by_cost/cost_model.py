@@ -50,7 +50,7 @@ from reshard.runs import IntArray
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.operator import find_operator
 from reshard.spmd.propagation.axes import (
-    MOST_KEPT,
+    MAX_CACHED,
     AxisTable,
     Part,
     Parts,
@@ -164,7 +164,7 @@ class PartBits:
         return tuple(sorted(p for n, p in enumerate(self._parts) if mask >> n & 1))
 
     def sizes(self, masks: BitArray) -> IntArray:
-        """Into how many pieces each set of parts cuts."""
+        """Return the number of shards that each set of parts makes."""
         different, place = np.unique(masks, return_inverse=True)
         found = [size_of(self.parts(mask)) for mask in different.tolist()]
         return np.array(found, dtype=np.int64)[place].reshape(masks.shape)
@@ -385,7 +385,7 @@ class CostModel:
                 place = place * count + own // (mesh.shape[axis] // (pre * count)) % count
             each = -(-size // size_of(axes))
             low = np.minimum(place * each, size)
-            if len(self._of_devices) >= MOST_KEPT:
+            if len(self._of_devices) >= MAX_CACHED:
                 self._of_devices.clear()
             found = self._of_devices[axes, size] = (low, np.minimum(low + each, size))
         return found
@@ -421,7 +421,7 @@ class CostModel:
         if found is None:
             program = chosen_program(ArrayType(shape, element, ends[0]), ends[1])
             found = program.estimate(element, self._topology, self.machine.library).seconds_s
-            if len(self._programs) >= MOST_KEPT:
+            if len(self._programs) >= MAX_CACHED:
                 self._programs.clear()
             self._programs[ends, shape, element] = found
         return found
@@ -429,7 +429,7 @@ class CostModel:
     def _collectives_s(
         self, kind: str, bits: PartBits, axes: BitArray, sizes_bytes: IntArray
     ) -> FloatArray:
-        """Seconds of collectives along axes, in bits, of a number of bytes each."""
+        """Return the seconds of collectives along axes, in bits, of a number of bytes each."""
         total = np.zeros(axes.shape)
         used = np.nonzero(axes)
         if not len(used[0]):
@@ -460,7 +460,7 @@ class CostModel:
                 collective_cost(kind, ranks, size_bytes, topology, self.machine.library).seconds_s
                 for ranks in groups
             )
-            if len(self._collectives) >= MOST_KEPT:
+            if len(self._collectives) >= MAX_CACHED:
                 self._collectives.clear()
             self._collectives[kind, axes, size_bytes] = found
         return found
@@ -482,7 +482,7 @@ class CostModel:
                 cuts: self.compute_s(name, rule, cuts, tensors, attributes)
                 for cuts in dict.fromkeys(map(tuple, ways))
             }
-            if len(self._computing) >= MOST_KEPT:
+            if len(self._computing) >= MAX_CACHED:
                 self._computing.clear()
             found = np.array([seconds_s[tuple(cuts)] for cuts in ways])
             self._computing[key] = found
@@ -553,7 +553,7 @@ def _number_kinds(shardings: Sequence[Sharding]) -> tuple[list[Contributed], Int
 
 
 def _compare(one: Sequence[object], other: Sequence[object]) -> BoolArray:
-    """Whether each of some things, a row, equals each of others, a column."""
+    """Compare each of some objects, a row, with each of others, a column."""
     numbers: dict[object, int] = {}
     rows, columns = (
         np.array([numbers.setdefault(each, len(numbers)) for each in things], dtype=np.int64)
@@ -574,7 +574,7 @@ def _has_levels(sharding: Sharding) -> bool:
 def _local_bytes(
     shape: Sequence[int], shardings: Sequence[Sharding], itemsize_bytes: int
 ) -> IntArray:
-    """Bytes of the largest shard, for each of some shardings."""
+    """Return the bytes of the largest shard for each of some shardings."""
     found = np.full(len(shardings), itemsize_bytes, dtype=np.int64)
     for dim, size in enumerate(shape):
         cuts, numbers = _number_cuts(shardings, dim)

@@ -49,8 +49,8 @@ from reshard.spmd.propagation.by_cost.movements import (
 )
 from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph
 
-# Operations of a graph that is small enough for axes to be tried in every order.
-SMALL = 4
+# Operations of a graph in which axes are tried in every order; there are factorially many.
+MAX_PERMUTED_OPERATIONS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,7 +159,7 @@ class CostProblem:
             for base in bases
         ]
         reductions = _find_reductions(graph, given.values())
-        is_small = len(graph.operations) <= SMALL
+        is_small = len(graph.operations) <= MAX_PERMUTED_OPERATIONS
         around: list[list[tuple[Sharding, ...]]] = [[] for _ in graph.values]
         known_ways: dict[object, _Ways] = {}
         for operation in graph.operations:
@@ -253,7 +253,7 @@ class CostProblem:
         return [*self._computing, *self._charges]
 
     def _tabulate_moves(self) -> list[CostTable]:
-        """Seconds of the movements at all ends, each reader paying for its own."""
+        """Return the seconds of the movements at all ends, if each reader pays for its own."""
         seconds_s = {id(one): one.seconds_s for one in self._between}
         return [
             # An output has a single sharding that was requested: the only column.
@@ -303,7 +303,7 @@ class CostProblem:
         return has_new
 
     def _tabulate_compute(self, number: int) -> FloatArray:
-        """Seconds that an operation computes in each of its ways."""
+        """Return the compute time of an operation in each of its ways."""
         operation, ways = self.graph.operations[number], self.ways[number]
         if operation.operator == WITH_SHARDING:
             return np.zeros(len(ways.options))
@@ -318,7 +318,7 @@ class CostProblem:
         return found
 
     def _find_ends(self) -> Iterator[MoveEnds]:
-        """The movements possible around operations, and to what was asked for."""
+        """Yield the possible movements around operations, and to requested shardings."""
         count = len(self.graph.values)
         for one, element in zip(self.graph.values, self.elements, strict=True):
             key = (one.shape, element)

@@ -45,12 +45,12 @@ from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
 from reshard.spmd.propagation.by_cost.movements import NOTHING
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
 
-# How often what formulas chose is changed.
-MOST_CHANGES = 4
-# Entries of tables where larger ones than those of an exact answer would be needed.
-LARGEST = 1 << 16
+# Changes to the choice of formulas.
+MAX_CHANGES = 4
+# Entries of tables if elimination is not exact.
+MAX_BOUND_ENTRIES = 1 << 16
 # Operations of a graph in which elimination is done again as if readers shared what they can.
-MOST_BOUNDED = 512
+MAX_BOUNDED_OPERATIONS = 512
 
 Choices = tuple[int, ...]
 
@@ -58,7 +58,7 @@ Choices = tuple[int, ...]
 def solve_nearly(
     problem: CostProblem, begun: Sequence[Choices], *, eliminates: bool = True
 ) -> tuple[Choices, float]:
-    """Choices of a low sum, each movement priced by its program, and the seconds.
+    """Return choices of a low sum, and the seconds, with each movement priced by its program.
 
     Args:
         problem: whose movements are filled.
@@ -73,9 +73,9 @@ def solve_nearly(
     found = [chosen]
     if not is_least:
         sums = total, problem.sum(NOTHING, {})
-        found += [one.nearly_eliminated(LARGEST)[0] for one in sums]
+        found += [one.nearly_eliminated(MAX_BOUND_ENTRIES)[0] for one in sums]
         return improved(problem, begun, found)
-    if problem.reads.groups and len(problem.graph.operations) <= MOST_BOUNDED:
+    if problem.reads.groups and len(problem.graph.operations) <= MAX_BOUNDED_OPERATIONS:
         bound = problem.sum(NOTHING, problem.reads.parts(chosen))
         found += filter(None, [bound.eliminated()])
     return improved(problem, begun, found, is_least=True, in_windows=False)
@@ -110,7 +110,7 @@ def improved(
     # 2. With the prices of programs. Answers whose movements are priced stay as they are.
     problem.price(begun)
     seen_s = {one: problem.seconds_s(one) for one in begun}
-    for _ in range(MOST_CHANGES + 1):
+    for _ in range(MAX_CHANGES + 1):
         is_changed = problem.price([chosen])
         seen_s[chosen] = problem.seconds_s(chosen)
         best = min(seen_s, key=seen_s.__getitem__)
@@ -121,12 +121,12 @@ def improved(
 
 
 def _descend(problem: CostProblem, start: Choices, ways: range, in_windows: bool) -> Choices:
-    """Descends as long as that helps, with what readers share moved once.
+    """Descend as long as that helps, with shared movements made once.
 
     The shared movements are those of the previous answer, so no answer is underestimated.
     """
     chosen, seconds_s = start, problem.seconds_s(start)
-    for _ in range(MOST_CHANGES):
+    for _ in range(MAX_CHANGES):
         total = problem.sum(problem.shared(chosen))
         descended = total.descended_in_windows if in_windows else total.descended
         found = descended(chosen, ways)
@@ -138,12 +138,12 @@ def _descend(problem: CostProblem, start: Choices, ways: range, in_windows: bool
 
 
 OTHERS = ("aggressive", "basic")
-# Operations of a graph whose least sum is looked for by prices of programs, and in how many rounds.
-MOST_JUDGED = 16
-MOST_ROUNDS = 256
-# Sums of tables are compared up to this part of them, far beyond what rounding does.
+# Operations of a graph whose minimum is proven, and the rounds that the proof may take.
+MAX_EXACT_OPERATIONS = 16
+MAX_ROUNDS = 256
+# Sums of tables are compared up to this fraction, which is far above rounding errors.
 SLACK = 1e-6
-# The same, of sums that are added up once.
+# The same for sums that are added up once.
 ROUNDING = 1e-9
 
 
@@ -207,7 +207,7 @@ def propagate_by_cost(
     chosen, seconds_s = solve_nearly(problem, others, eliminates=exact is not False)
     # 5. A better choice, or the proof that there is none, if the graph is small enough.
     is_exact = False
-    if exact is not False and len(graph.operations) <= MOST_JUDGED:
+    if exact is not False and len(graph.operations) <= MAX_EXACT_OPERATIONS:
         chosen, seconds_s, is_exact = _solve_exactly(problem, chosen, seconds_s)
     return replace(
         problem.answer(chosen, bases[0]),
@@ -220,7 +220,7 @@ def propagate_by_cost(
 def _solve_exactly(
     problem: CostProblem, best: Choices, best_s: float
 ) -> tuple[Choices, float, bool]:
-    """The least sum with every movement priced by its program, and whether it was found for sure.
+    """Return the minimum with every movement priced by its program, and whether it is proven.
 
     Prices begin as bounds that no program stays below, and movements that readers may share are
     paid in parts, which come to no more than is moved. The least sum of those is found, the
@@ -240,7 +240,7 @@ def _solve_exactly(
     kept = [np.arange(count) for count in problem.sum().choices]
     # By their bounds; of equals the first that was made.
     waiting, count = [(0.0, 0, NOTHING)], 1
-    for turn in range(MOST_ROUNDS):
+    for turn in range(MAX_ROUNDS):
         # In the rounds 0, 1, 2, 4, 8 and so on, since it takes as long as some rounds.
         if turn & (turn - 1) <= 0:
             least_s = problem.sum(NOTHING, parts).restricted(kept).least_of_choices()

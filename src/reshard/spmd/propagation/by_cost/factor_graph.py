@@ -42,7 +42,7 @@ FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 # Entries that are added at once: larger tables would come from memory each time.
-LARGEST_BLOCK = 1 << 15
+BLOCK_ENTRIES = 1 << 15
 
 
 class CostTable(NamedTuple):
@@ -64,7 +64,7 @@ Places = tuple[int, ...]
 
 @lru_cache(maxsize=1 << 14)
 def _find_views(tables: tuple[Places, ...], sizes: tuple[int, ...]) -> tuple[TableView, ...]:
-    """Views of tables, small ones first: the sum of those that have few of the variables is small.
+    """Return views of tables, small ones first, whose sum has few of the variables.
 
     Args:
         tables: their variables, which are in rising order but for the first of the scope.
@@ -138,7 +138,7 @@ def least_joined(
         return np.zeros(sizes[1:])
     parts = _view(tables, _find_views(places, sizes))
     rest = math.prod(sizes[1:])
-    rows = max(LARGEST_BLOCK // rest, 1)
+    rows = max(BLOCK_ENTRIES // rest, 1)
     if rows >= sizes[0]:
         total = parts[0]
         for part in parts[1:]:
@@ -257,7 +257,7 @@ def taken_apart(
 
 
 # Entries of the largest joined table of which is kept what came of it.
-MOST_KEPT = 1 << 16
+MAX_CACHED_ENTRIES = 1 << 16
 
 
 class EliminationStep(NamedTuple):
@@ -391,7 +391,7 @@ def find_cut_set(
     largest: int,
     free: Collection[int] = (),
 ) -> set[int]:
-    """Variables with whose choices known no table becomes larger than `largest`, or few do.
+    """Find variables without which elimination makes no table larger than `largest`, or few.
 
     Variables are taken out as by `find_order`. Where the smallest table would be too large, the
     variable in it with the most adjacent variables is in the set.
@@ -464,7 +464,7 @@ def take_out(
             taken.append(Elimination(variable, scope, joined, left, None))
         else:
             # The least over the variable's axis, for choices of the rest.
-            own = known if size <= MOST_KEPT else of_large
+            own = known if size <= MAX_CACHED_ENTRIES else of_large
             key = (pattern, *[id(seconds_s) for _, seconds_s in joined])
             found = own.get(key)
             if found is None:
@@ -516,11 +516,11 @@ def read_off(taken: Sequence[Elimination], choices: Sequence[int]) -> tuple[int,
 
 
 # Entries of the largest table that elimination makes, of all variables and of a window's.
-LARGEST_TABLE = 1 << 19
-LARGEST_OF_WINDOW = 1 << 16
+MAX_TABLE_ENTRIES = 1 << 19
+MAX_WINDOW_ENTRIES = 1 << 16
 # Windows of all variables but a few, and how often they are looked at.
-WINDOWS = 2
-MOST_PASSES = 3
+N_WINDOWS = 2
+MAX_PASSES = 3
 
 
 class _Window(NamedTuple):
@@ -597,21 +597,21 @@ class CostSum:
         """Return the sum for choices of all variables."""
         return _add_up(self.tables, chosen)
 
-    def eliminated(self, largest: int = LARGEST_TABLE) -> tuple[int, ...] | None:
+    def eliminated(self, largest: int = MAX_TABLE_ENTRIES) -> tuple[int, ...] | None:
         """Return the choices of the minimum, or None if a table would be larger than `largest`."""
         taken = self._take_out(largest)
         return None if taken is None else read_off(taken, self.choices)
 
-    def nearly_eliminated(self, largest: int = LARGEST_TABLE) -> tuple[tuple[int, ...], bool]:
-        """Choices of a low sum, and whether it is the least for sure.
+    def nearly_eliminated(self, largest: int = MAX_TABLE_ENTRIES) -> tuple[tuple[int, ...], bool]:
+        """Return choices of a low sum, and whether it is proven minimal.
 
         Tables that would be larger than `largest` are taken apart: see `taken_apart`.
         """
         taken = self._take_out(largest, apart=True) or []
         return read_off(taken, self.choices), all(one.best is not None for one in taken)
 
-    def least_of_choices(self, largest: int = LARGEST_TABLE) -> list[FloatArray] | None:
-        """The least sum with each choice of each variable, up to rounding; None as `eliminated`.
+    def least_of_choices(self, largest: int = MAX_TABLE_ENTRIES) -> list[FloatArray] | None:
+        """Return the minimum for each choice of each variable, up to rounding, or None.
 
         >>> seconds_s = [np.array([0.0, 1.0]), np.array([[5.0, 6.0], [0.0, 9.0]])]
         >>> tables = list(map(CostTable, [(0,), (0, 1)], seconds_s))
@@ -712,9 +712,9 @@ class CostSum:
         return tuple(chosen)
 
     def descended_in_windows(
-        self, start: Sequence[int], inner: Sequence[int] = (), largest: int = LARGEST_OF_WINDOW
+        self, start: Sequence[int], inner: Sequence[int] = (), largest: int = MAX_WINDOW_ENTRIES
     ) -> tuple[int, ...]:
-        """Choices where changing all variables of a window at once helps no more.
+        """Return choices that no change of all variables of a window at once improves.
 
         Args:
             start: the choices to begin with, which descend by single variables first.
@@ -725,7 +725,7 @@ class CostSum:
         windows = self._find_windows(largest)
         # In turns, until all others are unchanged since a window was solved.
         unchanged = 0
-        for one in windows * MOST_PASSES:
+        for one in windows * MAX_PASSES:
             found = self._solve_window(one, chosen)
             unchanged = unchanged + 1 if found == chosen else 1
             chosen = found
@@ -734,12 +734,12 @@ class CostSum:
         return chosen
 
     def _find_windows(self, largest: int) -> list[_Window]:
-        """Windows of all variables but a few, others in each."""
+        """Return windows, each of all variables but a few, which differ."""
         found = self._fitting.get(largest)
         if found is None:
             found = self._fitting[largest] = []
             outside: set[int] = set()
-            for _ in range(WINDOWS):
+            for _ in range(N_WINDOWS):
                 window = self._find_window(largest, outside)
                 outside.update(set(range(len(self.choices))).difference(window.variables))
                 found.append(window)
@@ -749,7 +749,7 @@ class CostSum:
         return found
 
     def _find_window(self, largest: int, inside: Collection[int]) -> _Window:
-        """All variables but those with whose choices given the others can be taken out.
+        """Return a window of all variables, but those that must be fixed to eliminate the others.
 
         Args:
             largest: entries of a table.
@@ -766,7 +766,7 @@ class CostSum:
             numbers = list(dict.fromkeys(n for v in variables for n in self._of[v]))
             tables = [scopes[number] for number in numbers]
             own = tuple([tuple([places[v] for v in some if v in places]) for some in tables])
-            order = find_order([self.choices[v] for v in variables], own, LARGEST_TABLE)
+            order = find_order([self.choices[v] for v in variables], own, MAX_TABLE_ENTRIES)
             # Another order than that in which the variables outside were found.
             largest //= 4
         axes = [tuple([n for n, v in enumerate(some) if v not in places]) for some in tables]
@@ -832,7 +832,7 @@ class CostSum:
     def _sum_costs(
         self, variable: int, chosen: Sequence[int], inner: Sequence[int] = ()
     ) -> FloatArray:
-        """The sum of a variable's tables for each choice of it, inner variables at their best.
+        """Return the sum of a variable's tables for each of its choices, with the best inner ones.
 
         Args:
             variable: that is free.
@@ -868,7 +868,7 @@ class CostSum:
         return costs
 
     def _read_keys(self, variable: int, free: tuple[int, ...], chosen: Sequence[int]) -> list[int]:
-        """Of a variable's tables: which is read at which choices, or for all of a free variable."""
+        """Return a key of a variable's tables and the choices at which they are read."""
         tables, keys = self.tables, []
         for number in self._of[variable]:
             variables, seconds_s = tables[number]

@@ -180,7 +180,7 @@ class Between:
         return self.moves.table(self.own, self.others, self.is_read)
 
     def seconds_to(self, targets: tuple[int, ...]) -> FloatArray:
-        """From each sharding that such a value may have, a row, to some."""
+        """Return the seconds from each sharding of the value, a row, to each target."""
         return self.moves.table(self.own, targets, True)
 
     def target(self, row: int, column: int) -> int | None:
@@ -242,7 +242,7 @@ class EdgeMoves:
         return np.where(lies_so == self.is_read, np.array(every_s), 0.0)
 
     def seconds_to(self, targets: tuple[int, ...]) -> FloatArray:
-        """For each sharding of the value, a row, some edges that it keeps."""
+        """Return the seconds of some edges that each sharding of the value, a row, keeps."""
         read_by = {number: read for (read, _), number in self.moves.edges.items()}
         every_s = np.array([self.moves.edges_s[target] for target in targets])
         reads = np.array([read_by[target] for target in targets])
