@@ -42,7 +42,7 @@ def test_options_are_a_value_or_keywords(options: type[Options]) -> None:
         options.of("tp=2", {})
 
 
-def test_journals_have_what_was_given_and_changes_the_result() -> None:
+def test_journals_have_the_given_options_that_change_the_result() -> None:
     always = {"to", "rules", "recipe", "options", "strategy", "replicas", "most_file_bytes"}
     always |= {"source_names", "target_names"}
     assert {*ConversionRequest().list_recorded()} == always
@@ -93,7 +93,7 @@ class Some(Options):
     internal: int = 3
 
 
-def test_a_command_has_an_option_for_each_field_that_declares_one() -> None:
+def test_a_command_has_an_option_for_each_declared_field() -> None:
     found: dict[str, Any] = {}
 
     @click.command()

@@ -96,7 +96,7 @@ def test_the_folder_stays_as_it_was(placed: Path, command: str) -> None:
     assert contents(placed) == before
 
 
-def test_what_an_earlier_run_left_stays(placed: Path) -> None:
+def test_files_staged_by_an_earlier_run_are_kept(placed: Path) -> None:
     # Only the staging folder that a run itself began is removed.
     stop = threading.Event()
     stop.set()

@@ -237,7 +237,7 @@ def test_names_cannot_write_to_a_terminal(folder: Path) -> None:
         assert run.code in (0, 1, 2)
 
 
-def test_quiet_says_nothing_but_the_code() -> None:
+def test_quiet_prints_nothing() -> None:
     for arguments, code in (
         (("convert", "model", "new", "--to", "3", "--quiet"), 0),
         (("verify", "model", "new", "--quiet"), 0),

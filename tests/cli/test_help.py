@@ -96,7 +96,7 @@ def test_help_has_the_commands_and_exit_codes() -> None:
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *LAST])
-def test_help_says_all_there_is(command: str) -> None:
+def test_the_help_of_a_command_is_complete(command: str) -> None:
     text = run_here(command, "--help").output
     assert 2 <= len(examples(command)) <= 5
     assert "Keys of --json:" in text
@@ -137,7 +137,7 @@ def test_help_imports_little(folder: Path, command: tuple[str, ...]) -> None:
     assert run_alone(*command, "--help", cwd=folder, code=code).code < 70
 
 
-def test_inspect_imports_what_its_checkpoint_needs(folder: Path) -> None:
+def test_inspect_imports_only_the_format_of_its_checkpoint(folder: Path) -> None:
     code = (
         "import sys; from reshard.cli import main; done = main()\n"
         "names = ' '.join(sys.modules)\n"

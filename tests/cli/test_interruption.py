@@ -93,7 +93,7 @@ def test_the_same_command_continues(folder: Path, large: Path) -> None:
     assert entries(folder) == {"model", "large", "new"}
 
 
-def test_the_report_says_what_was_continued(folder: Path, large: Path) -> None:
+def test_the_report_mentions_the_earlier_run(folder: Path, large: Path) -> None:
     as_json = interrupted(folder, *ARGUMENTS, "--json")
     assert as_json.code == 3
     assert as_json.json["error"]["kind"] == "InterruptedRunError"

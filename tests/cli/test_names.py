@@ -54,7 +54,7 @@ def test_there_and_back(model: Path) -> None:
     assert run_here("verify", "named", "a").code == 1
 
 
-def test_a_config_on_one_side_serves_both(model: Path) -> None:
+def test_the_config_of_either_side_is_used_for_both(model: Path) -> None:
     made = ("--to", "full", "--recipe", "auto", "--target-names", "megatron")
     partial = ("--allow", "incomplete", "--quiet")
     assert run_here("convert", "named", "a", *made, *partial).code == 0
@@ -74,7 +74,7 @@ def test_a_config_on_one_side_serves_both(model: Path) -> None:
         (("--recipe", "bert", "--target-names", "vllm"), "'bert' has no names of 'vllm'"),
     ],
 )
-def test_mistakes_are_told(model: Path, arguments: tuple[str, ...], says: str) -> None:
+def test_mistakes_are_reported(model: Path, arguments: tuple[str, ...], says: str) -> None:
     for command in (("convert", "named", "x"), ("plan", "named")):
         run = run_here(*command, "--to", "tp=2", *arguments)
         assert run.code == 2 and says in run.errors

@@ -63,7 +63,7 @@ def test_a_report_does_not_change_the_output(folder: Path, command: tuple[str, .
     assert (folder / "again.html").read_text(encoding="utf-8") == page
 
 
-def test_the_report_of_a_checkpoint_says_what_the_plan_says(folder: Path) -> None:
+def test_the_report_of_a_checkpoint_has_the_figures_of_the_plan(folder: Path) -> None:
     others = ("--rule", "*=...")
     cut = ("convert", "model", "cut", "--to", "tp=2", "--rule", "*.weight=tp, -", *others)
     assert run_here(*cut).code == 0

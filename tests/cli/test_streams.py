@@ -198,7 +198,7 @@ def test_lines_are_seconds_apart() -> None:
     assert lines[-1] == "100 % 600 B of 600 B, 10 B/s, 0 s left"
 
 
-def test_the_first_second_says_nothing_of_days() -> None:
+def test_the_first_second_estimates_no_days() -> None:
     now_s, lines = 0.0, []
     show = every_few_seconds(
         progress_text,
@@ -219,7 +219,7 @@ def test_the_first_second_says_nothing_of_days() -> None:
     assert lines[-1][1].endswith(", 2 h 45 min left")
 
 
-def test_what_an_earlier_run_did_is_not_counted_into_the_rate() -> None:
+def test_bytes_of_an_earlier_run_do_not_count_for_the_rate() -> None:
     assert progress_text(Progress(900, 1000, 800, "wte"), 10.0).endswith("10 B/s, 10.0 s left")
     assert progress_text(Progress(800, 1000, 800, "wte"), 10.0) == "80 % 800 B of 1.00 kB"
     assert progress_text(Progress(0, 0, 0, "wte"), 0.0) == "100 % 0 B of 0 B"

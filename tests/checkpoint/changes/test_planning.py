@@ -311,7 +311,7 @@ def test_members_are_cast_and_fused_at_once(tmp_path: Path) -> None:
         ({"dequantize": True, "target_names": {"a": "b"}}, "cannot go together"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_changes_are_refused(
     tmp_path: Path, arguments: dict[str, object], message: str
 ) -> None:
     model = write(tmp_path / "model", make_tensors())

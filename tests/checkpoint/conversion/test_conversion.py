@@ -272,7 +272,7 @@ def test_tensors_no_rule_matches_and_rules_that_match_none(source: Path) -> None
     ],
 )
 @pytest.mark.parametrize("replicas", ["once", "every"])
-def test_what_is_planned_is_read_and_written(
+def test_a_run_reads_and_writes_the_planned_bytes(
     source: Path, to: str, rules: list[str], replicas: str
 ) -> None:
     """Every element is read from one shard, however often it is stored."""

@@ -56,7 +56,7 @@ def test_back_to_whole_tensors(tmp_path: Path, family: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "text"), COPIED)
-def test_to_another_cut(tmp_path: Path, family: str, text: str) -> None:
+def test_to_another_sharding(tmp_path: Path, family: str, text: str) -> None:
     state, arrays = write_state(tmp_path, family, text)
     checkpoint.convert(state, tmp_path / "tp", to="tp=3", rules=["*=tp, ..."])
     expect_same(tmp_path / "tp", arrays)
@@ -118,7 +118,7 @@ def test_the_same_format_keeps_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mamba2", "granite-hybrid"])
-def test_what_was_computed_is_refused(tmp_path: Path, family: str) -> None:
+def test_computed_parameters_are_refused(tmp_path: Path, family: str) -> None:
     state, _ = write_state(tmp_path, family, "tp=2")
     with pytest.raises(RecipeError, match=r"is made of it by to float32, exp, neg"):
         checkpoint.convert(state, tmp_path / "whole", to="full")

@@ -51,7 +51,7 @@ def expected(batch_count: int) -> dict[tuple[int, int], bytes]:
     }
 
 
-def test_what_was_appended_is_found_again(tmp_path: Path) -> None:
+def test_appended_records_are_read_again(tmp_path: Path) -> None:
     written(tmp_path / "journal")
 
     record = read_journal(tmp_path / "journal")
@@ -63,7 +63,7 @@ def test_what_was_appended_is_found_again(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["journal"]
 
 
-def test_a_new_journal_is_not_resumed_and_an_old_one_is(tmp_path: Path) -> None:
+def test_only_an_existing_journal_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     assert read_journal(path) is None
     with Journal.open(path, IDENTITY, DESCRIPTION) as journal:
@@ -72,7 +72,7 @@ def test_a_new_journal_is_not_resumed_and_an_old_one_is(tmp_path: Path) -> None:
         assert (journal.resumed, len(journal.finished.blocks)) == (True, 0)
 
 
-def test_a_journal_cut_at_any_byte_is_a_prefix_and_can_go_on(tmp_path: Path) -> None:
+def test_a_journal_truncated_at_any_byte_is_a_prefix_and_continues(tmp_path: Path) -> None:
     sizes = written(tmp_path / "whole")
     whole = (tmp_path / "whole").read_bytes()
     path = tmp_path / "journal"
@@ -156,7 +156,7 @@ def test_a_frame_moved_or_doubled_is_not_believed(tmp_path: Path) -> None:
         assert digests_of(record.finished) == expected(batch_count)
 
 
-def test_another_conversion_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_another_conversion_is_refused_with_the_differences(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     options = {"memory": 1, "rules": {"a": "dp", "b": "tp"}}
     Journal.open(path, IDENTITY, {**options, "to": "tp=2", "old": 1}).close()

@@ -266,7 +266,7 @@ def list_stages(checkpoint_or_path: Any) -> dict[int, set[str]]:
     ],
     ids=str,
 )
-def test_ranks_go_by_what_axes_are(
+def test_ranks_are_ordered_by_the_kinds_of_axes(
     model: Path, tmp_path: Path, arguments: dict[str, Any], second: set[int]
 ) -> None:
     report = checkpoint.convert(model, tmp_path / "new", **arguments)

@@ -43,7 +43,7 @@ def test_a_new_target_appears(tmp_path: Path) -> None:
     assert_done(tmp_path / "checkpoint")
 
 
-def test_a_resumed_run_knows_what_is_finished(tmp_path: Path) -> None:
+def test_a_resumed_run_knows_the_finished_blocks(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
     with Staging(target).open("new", {}) as work:
         assert (work.resumed, work.already_complete) == (False, False)
@@ -57,7 +57,7 @@ def test_a_resumed_run_knows_what_is_finished(tmp_path: Path) -> None:
         assert files_in(work.content) == {"weights-0": b"new 0"}
 
 
-def test_a_commit_that_recovery_finishes_is_told(tmp_path: Path) -> None:
+def test_a_commit_finished_by_recovery_is_reported(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
     with Staging(target).open("new", {}) as work:
         write_files(work.content, NEW)
@@ -113,7 +113,7 @@ def test_an_existing_target_is_refused_and_nothing_is_written(tmp_path: Path) ->
     assert files_in(tmp_path / "checkpoint") == OLD
 
 
-def test_a_refusal_keeps_what_an_earlier_run_staged(tmp_path: Path) -> None:
+def test_a_refusal_keeps_the_files_staged_by_an_earlier_run(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
     write_files(target, OLD)
     with Staging(target, RunOptions(overwrite=True)).open("new", {"identity": "new"}) as work:
@@ -147,7 +147,7 @@ def test_a_mounted_target_is_refused() -> None:
 
 @pytest.mark.parametrize("what", ["home", "working", "prefix", "base_prefix"])
 @pytest.mark.parametrize("inside", ["", "inside/deeper"])
-def test_what_no_checkpoint_is_is_never_replaced(
+def test_a_folder_without_a_checkpoint_is_never_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, inside: str
 ) -> None:
     # Folders of this test stand for the user's own.
@@ -318,7 +318,7 @@ def test_descriptors_and_lock_are_let_go(tmp_path: Path) -> None:
     assert descriptors() == before
 
 
-def test_a_second_process_is_told_who_holds_the_target(tmp_path: Path) -> None:
+def test_the_error_of_a_second_process_names_the_owner_of_the_target(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
     holder = start(
         """
@@ -452,7 +452,7 @@ LOST: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("name", LOST)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "another"])
-def test_what_would_be_lost_is_listed_and_refused(
+def test_files_that_would_be_lost_are_listed_and_refused(
     model: Path, tmp_path: Path, name: str, in_place: bool
 ) -> None:
     source = model

@@ -265,7 +265,7 @@ def test_files_that_are_visible_are_not_sent_again(
     assert len(server.stored_parts) == len(set(server.stored_parts))
 
 
-def test_what_a_server_cannot_answer_is_asked_again(
+def test_failed_requests_are_repeated(
     server: BucketServer, rows: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     faults = {3: 500, 5: 503, 9: "slam", 12: "lost", 15: 429, 18: 0.2}
@@ -458,7 +458,7 @@ FIRST_OF_FORMAT = {row.format: row for row in reversed(ROWS_OF_HOSTS)}
     ),
     ids=lambda row: row.name,
 )
-def test_hosts_write_what_one_writes(
+def test_several_hosts_write_the_same_as_a_single_host(
     server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: SmallConversion
 ) -> None:
     """Files with checksums, items and padding; begun by another number of hosts."""

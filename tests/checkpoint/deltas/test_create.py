@@ -172,7 +172,7 @@ def test_arguments_that_cannot_be(tmp_path: Path, arguments: dict[str, Any], tol
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_file_that_is_there(tmp_path: Path) -> None:
+def test_an_existing_file_is_refused(tmp_path: Path) -> None:
     a = write(tmp_path / "a", WHOLE)
     (tmp_path / "delta").write_text("mine")
     with pytest.raises(UsageError, match="exists; give --overwrite"):

@@ -102,12 +102,14 @@ def test_a_recipe_and_other_names(tmp_path: Path) -> None:
         ({"stop": True}, UsageError, r"stop=True: expected a threading\.Event"),
     ],
 )
-def test_what_cannot_be(source: Path, arguments: Any, error: type, says: str) -> None:
+def test_impossible_requests_are_refused(
+    source: Path, arguments: Any, error: type, says: str
+) -> None:
     with pytest.raises(error, match=says):
         checkpoint.load(source, **arguments)
 
 
-def test_progress_is_told(source: Path) -> None:
+def test_progress_is_reported(source: Path) -> None:
     told: list[Progress] = []
     found = checkpoint.load(source, progress=told.append)
     total = sum(array.nbytes for array in found.values())

@@ -31,7 +31,7 @@ def test_there_and_back() -> None:
     assert run_here("verify", "after", "cut").code == 0
 
 
-def test_what_is_said() -> None:
+def test_the_reports_of_diff_and_apply() -> None:
     text = run_here("diff", "before", "after", "-o", "delta").output
     assert text.startswith(
         "before to after: 1 of 3 tensors changed, 60 B of elements in 2 of 3 blocks"

@@ -46,7 +46,7 @@ def test_it_is_started_by_torchrun(missing: str, monkeypatch: pytest.MonkeyPatch
     ],
 )
 @pytest.mark.usefixtures("launched")
-def test_jobs_that_cannot_be(
+def test_invalid_jobs_are_refused(
     name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -77,7 +77,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 @pytest.mark.usefixtures("launched")
-def test_a_start_that_fails_is_told_in_a_line(
+def test_a_failed_start_is_reported_in_a_line(
     error: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     dist = pytest.importorskip("torch.distributed")
@@ -132,7 +132,7 @@ def test_outputs_that_can_be(folder: Path) -> None:
     _check_output(None, False)
 
 
-def test_its_help_says_all() -> None:
+def test_its_help_has_examples_and_keys() -> None:
     text = run_here("calibrate", "--help").output
     examples = text.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in examples] == ["torchrun", "torchrun", "reshard"]

@@ -35,7 +35,7 @@ def abandon(server: BucketServer) -> None:
     server.fault = lambda number, request: None
 
 
-def test_what_is_left_is_listed_and_removed(server: BucketServer, folder: Path) -> None:
+def test_leftovers_are_listed_and_removed(server: BucketServer, folder: Path) -> None:
     other = server.client.create_multipart_upload(Bucket=BUCKET, Key="models/a/by-another")
     server.put("models/b/model.safetensors", b"a checkpoint")
     assert run_here("clean", f"s3://{BUCKET}").output.startswith("nothing is left of conversions")
@@ -56,7 +56,7 @@ def test_what_is_left_is_listed_and_removed(server: BucketServer, folder: Path) 
     assert list((folder / "staging").iterdir()) == []
 
 
-def test_the_same_command_goes_on_with_what_is_left(server: BucketServer) -> None:
+def test_the_same_command_continues_from_leftovers(server: BucketServer) -> None:
     abandon(server)
     assert run_here(*CONVERT, "--dry-run").output.count("an earlier run left work in") == 1
     done = run_here(*CONVERT)
@@ -69,7 +69,7 @@ def test_the_same_command_goes_on_with_what_is_left(server: BucketServer) -> Non
     assert "the target exists" in run_here(*CONVERT, "--dry-run").errors
 
 
-def test_what_is_half_in_its_place_is_kept(server: BucketServer) -> None:
+def test_a_partly_visible_target_is_kept(server: BucketServer) -> None:
     # The request that makes the object is refused: from then on it is for readers to see.
     server.fault = lambda number, request: (
         403 if request.method == "POST" and "uploadId" in request.query else None

@@ -43,7 +43,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_ranks_load_is_written_for_them(model: Path, tmp_path: Path) -> None:
+def test_files_for_the_ranks_of_an_engine(model: Path, tmp_path: Path) -> None:
     layout, target = str(tmp_path / "layout.json"), tmp_path / "out"
     arguments = ("convert", str(model), str(target), "--for", "vllm", "--layout", layout)
     done = run_here(*arguments, "--json")
@@ -179,7 +179,7 @@ def test_another_type_keeps_the_elements(wide: Path, tmp_path: Path) -> None:
     assert "--dtype fp32 with --layout" in found.errors
 
 
-def test_what_vllm_loads_is_checked_against_the_architecture(wide: Path, tmp_path: Path) -> None:
+def test_files_for_vllm_are_checked_against_the_architecture(wide: Path, tmp_path: Path) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
     (wide / "config.json").write_text(json.dumps(config))
     before = sorted(tmp_path.rglob("*"))

@@ -222,7 +222,7 @@ def test_a_layout_brings_its_own_shape() -> None:
     assert explained(text, "tp, -", "--mesh", "tp=2", "--shape", "4x2")["moved_elements"] == 2
 
 
-def test_a_dimension_that_is_not_cut_is_no_option() -> None:
+def test_a_dash_for_an_unsharded_dimension_is_not_an_option() -> None:
     for first, second in (("-, x", "x, -"), ("-", "x"), ("- | sum(x)", "-"), ("-,x", "x,-")):
         shape = "4" if "," not in first else "4x4"
         assert run_here("explain", first, second, "--mesh", "x=2", "--shape", shape).code == 0
@@ -230,7 +230,7 @@ def test_a_dimension_that_is_not_cut_is_no_option() -> None:
     assert scalar["moved_elements"] == 0
 
 
-def test_text_says_who_and_how_much() -> None:
+def test_the_text_has_the_ranks_that_move_most() -> None:
     run = run_here("explain", "x, y", "y, x", *SIX, "--dtype", "float32")
     # How much moves is shown once.
     assert run.output.count("26 elements") + run.output.count("26 of 36 elements") == 1
@@ -265,7 +265,7 @@ def test_text_says_who_and_how_much() -> None:
         (("- | sum(x)", "x", "z", "--mesh", "x=2", "--shape", "6"), "extra argument"),
     ],
 )
-def test_wrong_use_is_told(folder: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_wrong_use_is_reported(folder: Path, arguments: tuple[str, ...], said: str) -> None:
     run = run_here("explain", *arguments)
     assert (run.code, run.output) == (2, "")
     assert said in run.errors
@@ -276,7 +276,7 @@ def test_wrong_use_is_told(folder: Path, arguments: tuple[str, ...], said: str) 
     assert entries(folder) == {"model"}
 
 
-def test_both_sides_are_of_one_shape() -> None:
+def test_both_sides_have_the_same_shape() -> None:
     ragged = "RaggedShard(dims=(0,), local_units=(1, 3))"
     matrix = "10 10 2 2 0 0 grid=2x1"
     run = run_here("explain", ragged, matrix, "--shape", "4x2")
@@ -430,7 +430,7 @@ def test_machines_that_do_not_fit(arguments: tuple[str, ...], said: str) -> None
         (("x, y", "y, x", *SIX, "--contents"), "and --contents other text"),
     ],
 )
-def test_what_cannot_be_lowered_is_told(arguments: tuple[str, ...], said: str) -> None:
+def test_a_change_that_cannot_be_lowered_is_reported(arguments: tuple[str, ...], said: str) -> None:
     run = run_here("explain", *arguments, "--lower", "shardy")
     assert run.code == 2
     assert said in (run.json["error"]["message"] if "--json" in arguments else run.errors)

@@ -13,7 +13,7 @@ from reshard.cli.output import cut_text
 from reshard.layout import Layout
 
 
-def test_layers_are_one_line_with_the_size_of_all(folder: Path) -> None:
+def test_layers_share_a_line_with_the_size_of_all(folder: Path) -> None:
     tensors = {f"model.layers.{n}.up.weight": np.zeros((4, 8), np.float32) for n in range(32)}
     write_model(folder / "deep", **tensors, norm=np.zeros(8, np.float32))
     lines = run_here("inspect", "deep").output.splitlines()

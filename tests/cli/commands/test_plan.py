@@ -59,7 +59,7 @@ def write_source(folder: Path, tensors: int, shape: tuple[int, int]) -> Path:
         ),
     ],
 )
-def test_the_peak_of_a_conversion_is_what_plan_says(
+def test_plan_estimates_the_peak_memory_of_a_conversion(
     tmp_path: Path, tensors: int, shape: tuple[int, int], asked: tuple[str, ...]
 ) -> None:
     source = write_source(tmp_path / "source", tensors, shape)

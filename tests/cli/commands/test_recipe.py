@@ -112,7 +112,7 @@ def test_every_golden_file_belongs_to_a_case() -> None:
     assert {path.stem for path in GOLDEN.iterdir()} == CASES.keys()
 
 
-def test_ranks_hold_what_a_conversion_writes(folder: Path) -> None:
+def test_the_bytes_per_rank_are_those_that_a_conversion_writes(folder: Path) -> None:
     """Every rank's own copies: the tensors that it reads back are those that were counted."""
     checked = run("check", "tiny", *MESH, "--json").json
     converted = run_here("convert", "tiny", "new", *MESH, *PARTIAL, "--replicas", "every")
@@ -128,7 +128,7 @@ def test_ranks_hold_what_a_conversion_writes(folder: Path) -> None:
     assert run_here("verify", "tiny", "new").code == 0
 
 
-def test_a_conversion_says_the_same_notes() -> None:
+def test_a_conversion_has_the_same_notes() -> None:
     arguments = ("tiny", "new", "--to", "pp=2", *PARTIAL)
     plan = run_here("plan", "tiny", "--to", "pp=2", *PARTIAL)
     (note,) = run("check", "tiny", "--to", "pp=2", "--json").json["notes"]
@@ -165,7 +165,7 @@ def test_options_reach_conversions() -> None:
         (("check", "tiny", *MESH, "--rule", "x=-", "--option", "tp="), "--option without a recipe"),
     ],
 )
-def test_mistakes_are_answered(arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_reported(arguments: tuple[str, ...], message: str) -> None:
     found = run(*arguments)
     assert (found.code, found.output) == (2, "")
     assert message in found.errors
@@ -229,7 +229,7 @@ def write_files(name: str, tensors: dict[str, Any], config: dict[str, int]) -> N
 
 @pytest.mark.usefixtures("phi")
 @pytest.mark.parametrize("command", ["plan", "convert"])
-def test_what_ranks_cannot_compute_with_is_refused_before_anything_is_written(command: str) -> None:
+def test_uncomputable_shards_are_refused_before_anything_is_written(command: str) -> None:
     target = ("new",) if command == "convert" else ()
     arguments = (command, "phi", *target, "--to", "tp=4", *PARTIAL)
     there = sorted(Path().rglob("*"))
@@ -249,7 +249,7 @@ def test_what_ranks_cannot_compute_with_is_refused_before_anything_is_written(co
 
 
 @pytest.mark.usefixtures("phi")
-def test_what_ranks_cannot_compute_with_is_reported() -> None:
+def test_uncomputable_shards_are_reported() -> None:
     found = run("check", "phi", "--to", "tp=4")
     assert found.code == 1
     assert "not computable: rank 1 would hold heads.key_value 3-5 of" in found.output
@@ -284,7 +284,7 @@ def test_a_part_of_a_model_that_no_rule_names_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("phi")
-def test_an_unknown_model_is_told_which_it_resembles() -> None:
+def test_the_error_for_an_unknown_model_names_a_similar_model() -> None:
     config = json.loads(Path("phi/config.json").read_text())
     Path("phi/config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
     found = run("check", "phi", "--to", "tp=2")

@@ -73,7 +73,7 @@ def toy(folder: Path) -> Iterator[None]:
     del ENGINES["toy"]
 
 
-def test_a_layout_is_derived_compared_and_cut_by(folder: Path) -> None:
+def test_a_layout_is_derived_compared_and_used(folder: Path) -> None:
     derived = run_here("recipe", "derive", "tiny", "layout.json", "--engine", "toy", "--to", "tp=2")
     assert (derived.code, derived.errors) == (0, "")
     lines = derived.output.splitlines()
