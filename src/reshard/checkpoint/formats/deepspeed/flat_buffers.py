@@ -38,7 +38,8 @@ from typing import NamedTuple
 from reshard.errors import UsageError
 from reshard.geometry.regions import Region
 
-#: DeepSpeed's partitions are multiples of this many elements, for aligned sends.
+# 4 bytes of a 16-bit type, to which DeepSpeed aligns what NCCL sends.
+#: DeepSpeed's partitions are multiples of this many elements.
 ALIGNMENT = 2
 #: With `parameter_alignment` parameters begin at multiples of this many bytes.
 PARAMETER_ALIGNMENT_BYTES = 16
@@ -120,6 +121,8 @@ def deal_round_robin(count: int, ranks: int) -> list[int]:
     >>> deal_round_robin(5, 2)
     [0, 2, 4, 1, 3]
     """
+    # Backward computes neighbours one after the other: dealt out, their gradients are copied to
+    # host memory by different ranks at the same time.
     return [number for rank in range(ranks) for number in range(rank, count, ranks)]
 
 
@@ -129,6 +132,8 @@ def sub_groups(parts: Sequence[int], most: int) -> list[list[int]]:
     >>> sub_groups([4, 3, 5, 2], 6)
     [[0, 1], [2, 3]]
     """
+    # As DeepSpeed's loop does: a sub-group is closed by the parameter that fills it and belongs to
+    # it, so that sub-groups may be larger than asked for.
     if most >= sum(parts):
         return [[*range(len(parts))]]
     groups: list[list[int]] = []

@@ -232,7 +232,8 @@ def read_partition(folder: Path, name: str) -> Partition:
         raise part.wrong("partition_count", counts, "a number of ranks")
     if len(counts) < len(masters):
         raise part.wrong("partition_count", counts, f"one for each of {len(masters)} groups")
-    # Without a stage, partitions are saved with their padding.
+    # Stages 1 and 2 save float32 weights without the padding at their ends, so that another number
+    # of ranks can concatenate them; the bfloat16 optimizer, which has no stage, saves the padding.
     given = part.take_list("group_paddings", optional=True) if stage in (1, 2) else ()
     paddings = [*given] if len(given) == len(masters) else [0] * len(masters)
     if not all(map(_is_size, paddings)):
@@ -278,7 +279,8 @@ def _base_states(
         extra = {} if step is None else {"step": step}
         elastic: list[Mapping[str, Any]] = [{**extra, **entry} for entry in base]
         return elastic, ()
-    # The optimizer has flat buffers for parameters, which its groups list by number.
+    # The optimizer that ZeRO wraps has never seen a parameter: its parameters are the flat buffers,
+    # which its groups list by number.
     inner = part.within(key)
     hyper = inner.take_list("param_groups")
     numbers: list[Any] = []
@@ -482,7 +484,9 @@ def list_optimizers(
         FormatError: an optimizer that is not of DeepSpeed.
     """
     for (mp, rank), model in models.items():
-        # If experts' ranks have files, the file of weights repeats the file of the first of them.
+        # With experts every rank that has some of them saves its optimizer to `expp_rank_R_...`,
+        # and rank 0 once more to the file of weights: read twice, its parameters would be counted
+        # as those of two ranks.
         of_experts = any(own == mp for _, own in saved.expert_optimizers)
         if not rank and not of_experts and isinstance(model.optimizer, dict):
             label = str(saved.folder / model.file)
@@ -534,7 +538,7 @@ def name_parameters(optimizer: WholeOptimizer) -> dict[int, str] | None:
         # Groups are disjoint: each that is identified leaves fewer matches for the others.
         for group in groups:
             shapes = [optimizer.shape(number) for number in group["params"]]
-            # Groups are marked as of experts or not.
+            # DeepSpeed marks groups of experts with `moe`; PyTorch's own optimizers have no mark.
             own = [
                 (name, shape)
                 for name, shape in weights
@@ -553,6 +557,7 @@ def name_parameters(optimizer: WholeOptimizer) -> dict[int, str] | None:
 
 def list_weights(model: ModelState) -> list[tuple[str, Shape]]:
     """Return weights in the order of the model, without buffers and repeated tied weights."""
+    # Optimizers have a tied weight once, under its first name: `Module.parameters()` skips others.
     weights, seen = [], set()
     for name, archived in (model.module or {}).items():
         place = (archived.start_bytes, archived.view.offset, archived.shape)

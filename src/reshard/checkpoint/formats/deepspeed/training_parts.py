@@ -47,8 +47,9 @@ CONFIG = "ds_config"
 # How many names an error or a note lists.
 MAX_SHOWN = 4
 _PARAMS = "params"
-# The optimizer determines whether weight decay is decoupled. Under DeepSpeed it does not set this
-# key again when it loads a state, so new groups leave it out.
+# DeepSpeed copies the keys of a universal checkpoint's groups into the optimizer's groups, past
+# PyTorch's `load_state_dict`, in which AdamW sets this key itself. The default, False, would make
+# AdamW an Adam whose decay is part of the gradient, so new groups leave the key out.
 _NEW_GROUP = {key: value for key, value in ADAM_GROUP.items() if key != DECOUPLED}
 # Last words of the names of parameters, if the source does not list these.
 _PARAMETER_WORDS = ("weight", "bias")
@@ -252,7 +253,7 @@ def _find_groups(
             f"source; they become one group, with the hyper-parameters of "
             f"{'the first' if len(groups) > 1 else 'AdamW of PyTorch, lr 0.001'}"
         )
-    # DeepSpeed removes groups without parameters.
+    # DeepSpeed removes groups without parameters, and counts groups by position.
     filled = tuple(group for group in groups if group.names)
     for group in filled:
         other = [name for name in group.names if bool(match_expert(name)) != group.is_of_experts]
@@ -316,6 +317,8 @@ def _sort_rest(
     return buffers, frozen, ()
 
 
+# DeepSpeed's default of `sub_group_size`: its stage 3 steps through sub-groups, so that only the
+# state of one of them has to be in the memory of the GPU.
 _DEFAULT_SUB_GROUP = 10**9
 
 

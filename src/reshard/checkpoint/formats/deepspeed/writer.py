@@ -403,7 +403,8 @@ class ZeroArranger(Arranger):
                 state[key] = self._put_flat(rank, buffer, key)
                 continue
             state[key] = self.files.new_tensor(state_name(own[0], key))
-            # The parameters of a buffer share a single number: all of them are written there.
+            # The parameters of a buffer share a single number, since the optimizer steps the buffer
+            # as one parameter: all of them are written there.
             for name in own:
                 self.files.put(state_name(name, key), rank, state[key])
         for name in names:

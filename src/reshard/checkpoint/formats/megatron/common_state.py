@@ -82,11 +82,13 @@ PARALLELISM = {
     "dp": "data_parallel_size",
 }
 
-# Values that files contain by default.
+# Values that files contain by default. Without a version Megatron assumes 0, and reorders queries,
+# keys and values as if the file were of before version 2.
 DEFAULTS: Mapping[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
 EXTRA_STATE = "._extra_state/"
 
-# The marks that distinguish the groups of a Megatron optimizer.
+# The marks that distinguish the groups of a Megatron optimizer: it pairs a file's groups with its
+# own by them, whatever their order.
 GROUP_MARKS = {
     "wd_mult": 1.0,
     "lr_mult": 1.0,

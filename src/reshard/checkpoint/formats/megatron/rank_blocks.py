@@ -157,6 +157,7 @@ class WholeTensors:
         return tensors
 
 
+# Megatron begins each parameter at a multiple of 128 bytes; parameters have 16 bits or more.
 _ALIGNMENT = 64
 
 
@@ -209,8 +210,11 @@ def plan_buffer(
     places: list[tuple[RankParameter, int, int]] = []
     # Indices in the bucket: buckets begin at multiples of the alignment.
     at, is_empty = 0, True
+    # Roughly in the order of the backward pass: the first bucket has the first gradients.
     for parameter in reversed(parameters):
         at = -(-at // _ALIGNMENT) * _ALIGNMENT
+        # The first and the last stage each have a shared embedding: alone in its bucket, it is
+        # divided over data-parallel ranks in the same way on both, which add up their gradients.
         if parameter.is_shared and not is_empty:
             lengths.append(at)
             at = 0
@@ -304,6 +308,8 @@ def find_plan(
     return None
 
 
+# Megatron's default: with many ranks, smaller buckets would make the parts that ranks send each
+# other so small that their latency counts.
 _MIN_BUCKET_ELEMENTS = 40_000_000
 _BUCKET_ELEMENTS_PER_RANK = 1_000_000
 

@@ -99,6 +99,7 @@ def read_file_name(name: str) -> RankFile | None:
         if match is None:
             continue
         stem = match["stem"].rstrip("._-")
+        # Trainers save the random states of ranks next to checkpoints of other formats too.
         if stem.startswith(("rng", "random")):
             return None
         kind = OPTIMIZER if "optim" in stem else EXTRA if stem.startswith("extra") else MODEL

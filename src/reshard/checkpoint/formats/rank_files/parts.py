@@ -168,6 +168,7 @@ class PartReader:
         mesh = self._meshes.get(id(call))
         if mesh is None:
             state = _attributes(call)
+            # PyTorch 2.9 replaced the tensor of ranks by sizes and strides over the root's ranks.
             if "_layout" in state:
                 shape, ranks = self._new_mesh(state)
             else:
@@ -227,6 +228,7 @@ class PartReader:
 
     def _read_sharded_tensor(self, where: str, call: Call) -> LocalPart:
         dtype, shape = _dtype_and_shape(where, call)
+        # Its state begins with the local shards; metadata of all shards and the group follow.
         shards = call.arguments[3][0]
         tensors, boxes = [], []
         for shard in shards:
@@ -267,6 +269,7 @@ def _attributes(value: Any) -> dict[Any, Any]:
 
 def _dtype_and_shape(where: str, call: Call) -> tuple[DType, tuple[int, ...]]:
     """Return the type and shape in the call of a wrapper's class."""
+    # `_rebuild_wrapper_subclass` has class, element type, size, strides, offset, and more.
     made = call.arguments[2]
     shape = as_sizes(made[2])
     if shape is None or not isinstance(made[1], Global):
@@ -358,7 +361,7 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
         for name, by_rank in values.items():
             name = OPTIMIZER_PREFIX + name if kind == OPTIMIZER else name
             found = [*by_rank.values()]
-            # By their texts too: a NaN is equal to itself.
+            # By their texts too, in which a NaN is equal to itself.
             first, text = found[0], repr(found[0])
             are_equal = all(value == first or repr(value) == text for value in found)
             if len(found) == len(files) and are_equal:

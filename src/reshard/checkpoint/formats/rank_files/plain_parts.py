@@ -199,6 +199,7 @@ def find_meta_cut(
             f"lengths of their dimensions; put the {PARAMETERS} of this model next to the files, "
             f"or give the mesh and rules: --source-mesh tp={ranks} --source-rule 'PATTERN=tp, -'"
         )
+    # Llama 1, and the smaller models of Llama 2, have as many key/value heads as heads.
     heads = given.get("n_kv_heads") or given.get("n_heads")
     if not isinstance(heads, int) or heads % ranks:
         raise UsageError(

@@ -303,6 +303,7 @@ def _describe(
         ),
         "_hash": None,
     }
+    # `torch.load` allows these names with `weights_only`, its default since PyTorch 2.6.
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     device = Call(Global("torch", "device"), ("cpu",))
     made = (_DTENSOR, tensor.dtype, shape, strides, 0, layout, device, False)

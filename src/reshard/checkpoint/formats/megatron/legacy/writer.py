@@ -232,6 +232,7 @@ class _Arranger:
                 rank_blocks.RankParameter(chunk.place.vp, name, dtype, chunk.shapes[name])
             )
         is_shared = self.stages.sizes.pp > 1 and self.stages.is_tied
+        # Without this mark Megatron takes the state for one of before 2024, with separate buckets.
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for number, buffer in enumerate(
             rank_blocks.list_buffers(parameters, is_embedding_shared=is_shared)
@@ -240,7 +241,9 @@ class _Arranger:
             plan = rank_blocks.plan_buffer(buffer, self._bucket_size(chunk)).coalesced()
             (length,), wide = plan.lengths, as_dtype("float32")
             kept = {key: NewTensor.of(wide, (length,)) for key in _FLAT_KEYS.values()}
+            # The types of parameters and gradients: Megatron reduces those of bfloat16 in float32.
             types = (Global("torch", buffer[0].dtype.name), Global("torch", "float32"))
+            # Megatron compares this length with its own, and ends if they differ.
             state[number] = {types: {**kept, "numel_unpadded": length}}
             for buffered, _, start in plan.places:
                 of = self.of[chunk.parameters[buffered.name]]
@@ -259,7 +262,9 @@ class _Arranger:
             )
 
     def _bucket_size(self, chunk: _ChunkParts) -> int | None:
-        # Megatron divides buffers into buckets only in the first chunk of the first stage.
+        # Megatron divides buffers into buckets only in the first chunk of the first stage, where
+        # the backward pass ends and ranks wait for the last reduction. Elsewhere the reduction of a
+        # whole buffer overlaps with the compute of other stages and chunks.
         is_first = (chunk.place.pp, chunk.place.vp) == (0, 0)
         if not self.arguments.get("overlap_grad_reduce") or not is_first:
             return None

@@ -88,6 +88,7 @@ def _find_all_places(
     for name in tensors:
         parameter, key = split_state_name(name) or (name, "")
         by_key.setdefault(key, {})[parameter] = name
+    # An optimizer that is not distributed wraps PyTorch's, and calls its own 32-bit weights so.
     master = "param" if _is_distributed(values) else "fp32_param"
     is_local = values.get("args.transformer_impl") == "local"
     known = {parameter for names in by_key.values() for parameter in names}
@@ -116,6 +117,7 @@ def _extra_states(
     places: Mapping[str, StackedPlace], items: Collection[str]
 ) -> tuple[bytes, dict[str, StoredBytes]]:
     """Return the missing extra states of linear layers: their bytes, and the location of each."""
+    # Megatron loads an object as the list of what ranks saved under its name.
     nothing = saved_bytes([None])
     content, objects = b"", {}
     for place in places.values():
