@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.megatron import modules
 from reshard.checkpoint.formats.megatron.common_state import PARALLELISM
-from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace
+from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, RankParameter
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
+from reshard.dtypes import DType
 from reshard.errors import FormatError, RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.megatron.names import EMBEDDING, OUTPUT
@@ -239,6 +240,25 @@ class StageLayouts:
         names = [name for name in ordered if self.is_held(name, place)]
         # The copy of a tied embedding comes last.
         return sorted(names, key=lambda name: self.rank_name(name, place).startswith(OUTPUT))
+
+    def parameters(
+        self, ordered: Iterable[str], place: RankPlace, dtypes: Mapping[str, DType]
+    ) -> list[RankParameter]:
+        """Return the parameters of all chunks of the rank at a place, in the order of modules.
+
+        `ordered` and `dtypes` have the names of the whole model.
+        """
+        chunks = [place._replace(vp=chunk) for chunk in range(self.sizes.vp)]
+        return [
+            RankParameter(
+                chunk.vp,
+                name,
+                dtypes[name],
+                self.block(name, self.weights[name], chunk).block_shape,
+            )
+            for chunk in chunks
+            for name in self.held(ordered, chunk)
+        ]
 
     def stages(self, parameter: str) -> tuple[tuple[int, int], ...]:
         """Return the stages that have a parameter, each with the number of its chunk."""

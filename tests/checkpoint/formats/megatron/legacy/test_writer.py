@@ -101,7 +101,7 @@ def test_files_are_those_of_megatron(name: str, to: str, tmp_path: Path) -> None
                 assert found[key] == leaf, (file, key)
 
 
-def test_what_cannot_be_cut(tmp_path: Path) -> None:
+def test_models_that_ranks_do_not_divide_are_errors(tmp_path: Path) -> None:
     source = unpack("tensor", tmp_path) / "fully_reshardable"
     for to, kind, says in [
         ("pp=3", RecipeError, "2 layers on 3 stages; choose a pp that divides 2"),
@@ -115,12 +115,23 @@ def test_what_cannot_be_cut(tmp_path: Path) -> None:
             checkpoint.plan_conversion(source, tmp_path / "x", to=to, format="megatron-legacy")
 
 
-def test_state_without_a_place_in_buffers(tmp_path: Path) -> None:
+def test_state_that_no_buffer_holds_is_an_error(tmp_path: Path) -> None:
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     kept = f"optimizer.state.{name}.momentum_buffer"
     source = write_holes(tmp_path / "source", dict.fromkeys((name, kept), (4, 4)))
     with pytest.raises(RecipeError, match="momentum_buffer' has no place among master, exp_avg"):
         checkpoint.plan_conversion(source, tmp_path / "x", to="full", format="megatron-legacy")
+
+
+@pytest.mark.parametrize("name", ["tensor", "undistributed"])
+def test_state_of_a_parameter_without_a_weight_is_an_error(name: str, tmp_path: Path) -> None:
+    """Of any optimizer: buffers and numbers are by the types and places of weights."""
+    source = unpack(name, tmp_path) / "fully_reshardable"
+    weight = "decoder.final_layernorm.weight"
+    with pytest.raises(RecipeError, match=f"'{weight}' has optimizer state and no weight"):
+        checkpoint.plan_conversion(
+            source, tmp_path / "x", to="full", format="megatron-legacy", exclude=[weight]
+        )
 
 
 def test_stacked_experts_are_not_written(tmp_path: Path) -> None:
@@ -138,7 +149,7 @@ def test_stacked_experts_are_not_written(tmp_path: Path) -> None:
         ("in_proj.weight.z", "megatron-legacy", "is a part of a Mamba layer's weight"),
     ],
 )
-def test_weights_of_mamba_layers(name: str, target: str, says: str, tmp_path: Path) -> None:
+def test_weights_of_mamba_layers_in_another_form_are_errors(name: str, target: str, says: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     folder = tmp_path / "iter_0000001" / "mp_rank_00"
     folder.mkdir(parents=True)

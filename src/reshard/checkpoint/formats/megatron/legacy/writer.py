@@ -14,9 +14,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from reshard.checkpoint.formats.megatron import (
     TRACKER_NAME,
@@ -26,6 +25,7 @@ from reshard.checkpoint.formats.megatron import (
     modules,
     rank_blocks,
 )
+from reshard.checkpoint.formats.megatron.rank_blocks import RankParameter
 from reshard.checkpoint.formats.megatron.rank_layouts import RankPlace, StageLayouts
 from reshard.checkpoint.formats.torch_files.building import NewTensor, TorchFilesBuilder
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
@@ -41,19 +41,6 @@ from reshard.errors import RecipeError
 _FLAT_KEYS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 # The key of Transformer Engine's state among the parameters of a linear layer; None if absent.
 _EXTRA = "_extra_state"
-
-
-class _ChunkParts(NamedTuple):
-    """The parameters of a chunk on a rank, by their names there, in the order of modules."""
-
-    place: RankPlace
-    slot: int
-    parameters: dict[str, str]
-    shapes: dict[str, tuple[int, ...]]
-
-
-# A parameter of a rank: its chunk, and its name there.
-_Own = tuple[_ChunkParts, str]
 
 
 def arrange(new: NewCheckpoint) -> WritePlan:
@@ -96,23 +83,25 @@ class _Arranger:
                     "--exclude"
                 )
             self.of.setdefault(self.stages.parameter_of(name), {})[key] = name
+        without = next((name for name, own in self.of.items() if "" not in own), None)
+        if without is not None:
+            raise RecipeError(
+                f"{without!r} has optimizer state and no weight, whose type and place determine "
+                "where its state is; convert to torch-dist"
+            )
         self.builder = TorchFilesBuilder(new.tensors)
-        self.folder = iteration_name(self._iteration())
-
-    def _iteration(self) -> int:
-        iteration = self.values.get("iteration", 0)
-        return iteration if type(iteration) is int and 0 <= iteration < 10**7 else 0
+        iteration = new.values.get("iteration", 0)
+        is_usual = type(iteration) is int and 0 <= iteration < 10**7
+        self.folder = iteration_name(iteration if is_usual else 0)
 
     def arrange(self) -> WritePlan:
         """Return all files, and the location of each tensor in them."""
         has_state = any(len(own) > 1 for own in self.of.values())
         ordered = self._sort(has_state)
+        dtypes = {name: self.new.tensors[own[""]].dtype for name, own in self.of.items()}
         for place, slots in self.stages.folders.items():
-            chunks = [
-                self._parts(place._replace(vp=number), slot, ordered)
-                for number, slot in enumerate(slots)
-            ]
-            self._write_rank(chunks, has_state)
+            parameters = self.stages.parameters(ordered, place, dtypes)
+            self._write_rank(place, slots, parameters, has_state)
         bound = self.builder.bind()
         # Tensors are listed in the order of the source, which differs from the ranks' files.
         return WritePlan(
@@ -137,42 +126,40 @@ class _Arranger:
             )
         return ordered
 
-    def _parts(self, place: RankPlace, slot: int, ordered: list[str]) -> _ChunkParts:
-        parts = _ChunkParts(place, slot, {}, {})
-        for name in self.stages.held(ordered, place):
-            own = self.stages.rank_name(name, place)
+    def _write_rank(
+        self,
+        place: RankPlace,
+        slots: Sequence[int],
+        parameters: Sequence[RankParameter],
+        has_state: bool,
+    ) -> None:
+        """Write the files of a rank; `slots` has the number of each of its chunks."""
+        path = f"{self.folder}/{self.stages.sizes.folder_name(place)}"
+        state = self._common()
+        for number, slot in enumerate(slots):
+            # Chunks of virtual stages share the file of their rank.
+            key = "model" if len(slots) == 1 else f"model{number}"
+            own = [parameter for parameter in parameters if parameter.chunk == number]
+            state[key] = self._model_state(place._replace(vp=number), slot, own)
+        if has_state and self.is_distributed:
+            state["optimizer"] = self._groups()
+        elif has_state:
+            state["optimizer"] = self._number_state(slots, parameters)
+        self.builder.write(f"{path}/{legacy.MODEL_NAMES[0]}", state, slots[0])
+        if has_state and self.is_distributed:
+            flat = self._flat_state(place, slots, parameters)
+            if flat is not None:
+                self.builder.write(f"{path}/{legacy.OPTIMIZER_NAME}", flat, slots[0])
+
+    def _model_state(
+        self, place: RankPlace, slot: int, parameters: Iterable[RankParameter]
+    ) -> dict[str, Any]:
+        model: dict[str, Any] = {}
+        for parameter in parameters:
+            own = self.stages.rank_name(parameter.name, place)
             own = modules.local_name(own) if self.is_local else own
             own = modules.grouped_name(own) if self.is_grouped else own
-            parts.parameters[own] = name
-            whole = self.stages.weights.get(name)
-            if whole is not None:
-                parts.shapes[own] = self.stages.block(name, whole, place).block_shape
-        return parts
-
-    def _write_rank(self, chunks: list[_ChunkParts], has_state: bool) -> None:
-        first = chunks[0]
-        path = f"{self.folder}/{self.stages.sizes.folder_name(first.place)}"
-        state = self._common()
-        for number, chunk in enumerate(chunks):
-            # Chunks of virtual stages share the file of their rank.
-            key = "model" if len(chunks) == 1 else f"model{number}"
-            state[key] = self._model_state(chunk)
-        if has_state:
-            make = self._groups if self.is_distributed else partial(self._number_state, chunks)
-            state["optimizer"] = make()
-        self.builder.write(f"{path}/{legacy.MODEL_NAMES[0]}", state, first.slot)
-        if has_state and self.is_distributed:
-            flat = self._flat_state(chunks)
-            if flat is not None:
-                self.builder.write(f"{path}/{legacy.OPTIMIZER_NAME}", flat, first.slot)
-
-    def _model_state(self, chunk: _ChunkParts) -> dict[str, Any]:
-        model: dict[str, Any] = {}
-        for own, parameter in chunk.parameters.items():
-            name = self.of[parameter].get("")
-            if name is None:
-                continue
-            model[own] = self.builder.put_new(name, chunk.slot, chunk.shapes[own])
+            model[own] = self.builder.put_new(self.of[parameter.name][""], slot, parameter.shape)
             module, _, last = own.rpartition(".")
             kind = module.rpartition(".")[2]
             # Transformer Engine's modules look up this key when they are loaded.
@@ -186,19 +173,10 @@ class _Arranger:
         own = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "etp": sizes.etp, "vp": chunks}
         return common_state.nest_values(self.values, self.new.paths, own)
 
-    def _split(self, chunks: list[_ChunkParts]) -> list[list[_Own]]:
+    def _split(self, parameters: Iterable[RankParameter]) -> list[list[RankParameter]]:
         """Return the parameters of each optimizer of the chain."""
-        own = [
-            (chunk, name)
-            for chunk in chunks
-            for name, known in chunk.parameters.items()
-            if len(self.of[known]) > 1
-        ]
-        if not self.stages.has_expert_optimizer:
-            return [own]
-        return [
-            [pair for pair in own if modules.is_expert(pair[1]) == flag] for flag in (False, True)
-        ]
+        own = [parameter for parameter in parameters if len(self.of[parameter.name]) > 1]
+        return rank_blocks.split_chain(own, 2 if self.stages.has_expert_optimizer else 1)
 
     def _groups(self) -> Any:
         """Return the state of a distributed optimizer without its buffers."""
@@ -206,39 +184,31 @@ class _Arranger:
         states = [common_state.optimizer_state(self.values, of_experts=flag) for flag in chain]
         return states if len(states) > 1 else states[0]
 
-    def _flat_state(self, chunks: list[_ChunkParts]) -> Any:
+    def _flat_state(
+        self, place: RankPlace, slots: Sequence[int], parameters: Iterable[RankParameter]
+    ) -> Any:
         """Return the flat buffers of a distributed optimizer."""
         states: list[Any] = []
-        for number, own in enumerate(self._split(chunks)):
+        for number, own in enumerate(self._split(parameters)):
             # All expert-parallel ranks have the dense parameters: the first saves them.
-            if number == 0 and self.stages.has_expert_optimizer and chunks[0].place.ep > 0:
+            if number == 0 and self.stages.has_expert_optimizer and place.ep > 0:
                 states.append(None)
                 continue
-            states.append(self._buffers(own))
+            states.append(self._buffers(place, slots, own))
         return states if len(states) > 1 else states[0]
 
-    def _buffers(self, own: list[_Own]) -> dict[Any, Any]:
-        parameters = []
-        chunks = {chunk.place.vp: chunk for chunk, _ in own}
-        for chunk, name in own:
-            weight = self.of[chunk.parameters[name]].get("")
-            if weight is None:
-                raise RecipeError(
-                    f"{chunk.parameters[name]!r} has optimizer state and no weight, whose type "
-                    "determines the buffer; convert to torch-dist"
-                )
-            dtype = self.new.tensors[weight].dtype
-            parameters.append(
-                rank_blocks.RankParameter(chunk.place.vp, name, dtype, chunk.shapes[name])
-            )
+    def _buffers(
+        self, place: RankPlace, slots: Sequence[int], parameters: Sequence[RankParameter]
+    ) -> dict[Any, Any]:
         is_shared = self.stages.sizes.pp > 1 and self.stages.is_tied
         # Without this mark Megatron takes the state for one of before 2024, with separate buckets.
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for number, buffer in enumerate(
             rank_blocks.list_buffers(parameters, is_embedding_shared=is_shared)
         ):
-            chunk = chunks[buffer[0].chunk]
-            plan = rank_blocks.plan_buffer(buffer, self._bucket_size(chunk)).coalesced()
+            chunk = buffer[0].chunk
+            bucket_elements = self._bucket_size(place._replace(vp=chunk))
+            plan = rank_blocks.plan_buffer(buffer, bucket_elements).coalesced()
             (length,), wide = plan.lengths, as_dtype("float32")
             kept = {key: NewTensor.of(wide, (length,)) for key in _FLAT_KEYS.values()}
             # The types of parameters and gradients: Megatron reduces those of bfloat16 in float32.
@@ -246,11 +216,11 @@ class _Arranger:
             # Megatron compares this length with its own, and ends if they differ.
             state[number] = {types: {**kept, "numel_unpadded": length}}
             for buffered, _, start in plan.places:
-                of = self.of[chunk.parameters[buffered.name]]
+                of = self.of[buffered.name]
                 for key, flat in _FLAT_KEYS.items():
                     if key in of:
                         self._expect_wide(of[key])
-                        self.builder.put(of[key], chunk.slot, kept[flat], start)
+                        self.builder.put(of[key], slots[chunk], kept[flat], start)
         return state
 
     def _expect_wide(self, name: str) -> None:
@@ -261,33 +231,35 @@ class _Arranger:
                 "convert to torch-dist"
             )
 
-    def _bucket_size(self, chunk: _ChunkParts) -> int | None:
+    def _bucket_size(self, place: RankPlace) -> int | None:
         # Megatron divides buffers into buckets only in the first chunk of the first stage, where
         # the backward pass ends and ranks wait for the last reduction. Elsewhere the reduction of a
         # whole buffer overlaps with the compute of other stages and chunks.
-        is_first = (chunk.place.pp, chunk.place.vp) == (0, 0)
+        is_first = (place.pp, place.vp) == (0, 0)
         if not self.arguments.get("overlap_grad_reduce") or not is_first:
             return None
         return rank_blocks.bucket_sizes(self.arguments)[0]
 
-    def _number_state(self, chunks: list[_ChunkParts]) -> Any:
+    def _number_state(self, slots: Sequence[int], parameters: Iterable[RankParameter]) -> Any:
         """Return the state of an optimizer that is not distributed, by numbers of parameters."""
         chain = []
-        for flag, parameters in enumerate(self._split(chunks)):
+        for flag, of_optimizer in enumerate(self._split(parameters)):
             groups = common_state.split_groups(self.values, of_experts=bool(flag))
-            in_group: list[list[_Own]] = [[] for _ in groups]
-            for chunk, name in parameters:
+            in_group: list[list[RankParameter]] = [[] for _ in groups]
+            for parameter in of_optimizer:
                 # If several groups fit, the first is taken.
-                for number in common_state.find_groups(groups, name, chunk.shapes[name])[:1]:
-                    in_group[number].append((chunk, name))
+                numbers = common_state.find_groups(groups, parameter.name, parameter.shape)
+                for number in numbers[:1]:
+                    in_group[number].append(parameter)
             state: dict[int, dict[str, Any]] = {}
             masters: list[list[NewTensor]] = []
             kept_groups = []
             for group, members in zip(groups, in_group, strict=True):
                 first = len(state)
                 masters.append([])
-                for chunk, name in members:
-                    state[len(state)] = self._state_of(chunk, name, masters[-1])
+                for parameter in members:
+                    slot = slots[parameter.chunk]
+                    state[len(state)] = self._state_of(parameter, slot, masters[-1])
                 kept_groups.append({**group, "params": [*range(first, len(state))]})
             # Megatron does not make groups without parameters.
             kept = [n for n, members in enumerate(in_group) if members]
@@ -300,14 +272,16 @@ class _Arranger:
             )
         return chain if len(chain) > 1 else chain[0]
 
-    def _state_of(self, chunk: _ChunkParts, own: str, masters: list[NewTensor]) -> dict[str, Any]:
+    def _state_of(
+        self, parameter: RankParameter, slot: int, masters: list[NewTensor]
+    ) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for key, name in self.of[chunk.parameters[own]].items():
+        for key, name in self.of[parameter.name].items():
             if not key:
                 continue
             # A step is a scalar.
-            shape = chunk.shapes[own] if self.new.tensors[name].layout.shape else ()
-            made = self.builder.put_new(name, chunk.slot, shape)
+            shape = parameter.shape if self.new.tensors[name].layout.shape else ()
+            made = self.builder.put_new(name, slot, shape)
             if key == "master":
                 masters.append(made)
             else:

@@ -144,6 +144,7 @@ def _assemble(
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     stages = StageLayouts(mesh, shapes, arguments)
     ordered = _sort(stages, arguments)
+    dtypes = {stages.engine[name]: tensor.dtype for name, tensor in weights.items()}
     has_chain = any(chain for chain, _, _ in buffers)
     whole = rank_blocks.WholeTensors()
     for chain in sorted({chain for chain, _, _ in buffers}):
@@ -151,7 +152,7 @@ def _assemble(
         for rank in ranks:
             place = _find_place(sizes, rank, is_expert=chain == 1)
             own = {n: b for (of, at, n), b in buffers.items() if (of, at) == (chain, rank)}
-            parameters = _list_parameters(stages, ordered, place, weights)
+            parameters = stages.parameters(ordered, place, dtypes)
             split = rank_blocks.split_chain(parameters, 2 if has_chain else 1)
             _add(whole, stages, place, split[min(chain, len(split) - 1)], own, arguments)
     slots = max((tensor.layout.slots for tensor in weights.values()), default=1)
@@ -210,20 +211,3 @@ def _find_place(sizes: Parallelism, rank: int, *, is_expert: bool) -> RankPlace:
     """Return the place of a model-parallel rank; tensor parallelism is the fastest axis."""
     tp, rest = rank % sizes.tp, rank // sizes.tp
     return RankPlace(tp, rest // sizes.ep, rest % sizes.ep) if is_expert else RankPlace(tp, rest)
-
-
-def _list_parameters(
-    stages: StageLayouts,
-    ordered: Sequence[str],
-    place: RankPlace,
-    weights: Mapping[str, StoredTensor],
-) -> list[rank_blocks.RankParameter]:
-    dtypes = {stages.engine[name]: tensor.dtype for name, tensor in weights.items()}
-    chunks = [place._replace(vp=chunk) for chunk in range(stages.sizes.vp)]
-    return [
-        rank_blocks.RankParameter(
-            own.vp, name, dtypes[name], stages.block(name, stages.weights[name], own).block_shape
-        )
-        for own in chunks
-        for name in stages.held(ordered, own)
-    ]
