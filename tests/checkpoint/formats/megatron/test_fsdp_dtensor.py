@@ -66,7 +66,7 @@ def test_names_halves_and_groups(tmp_path: Path) -> None:
     assert {*state_of(target)} == {*expected}
 
 
-def test_other_checkpoints_in_such_folders_stay_what_they_are(tmp_path: Path) -> None:
+def test_other_checkpoints_in_folders_of_steps_are_left_unchanged(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000001"
     folder.mkdir()
     state = {"weights": torch.ones(3)}

@@ -60,7 +60,7 @@ def save(folder: Path, name: str = "mp_rank_{rank:02d}.pt") -> Path:
 @pytest.mark.parametrize(
     "name", ["mp_rank_{rank:02d}.pt", "consolidated.{rank:02d}.pth", "model_rank_{rank}"]
 )
-def test_rules_join_them(tmp_path: Path, name: str) -> None:
+def test_rules_join_plain_parts(tmp_path: Path, name: str) -> None:
     opened = open_checkpoint(save(tmp_path / "source", name), mesh=MESH, rules=RULES)
     for key, value in whole().items():
         assert opened[key].shape == tuple(value.shape)
@@ -80,7 +80,7 @@ def test_safetensors_of_ranks(tmp_path: Path) -> None:
     assert read_tensor(opened, "w").tobytes() == expected
 
 
-def test_optimizer_state_follows(tmp_path: Path) -> None:
+def test_optimizer_state_is_sharded_as_its_parameter(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"w": torch.full((3, 4), float(rank))}, tmp_path / f"model_rank{rank}.pt")
         state = {
@@ -113,20 +113,20 @@ def test_optimizer_state_follows(tmp_path: Path) -> None:
         ({"mesh": MESH, "recipe": "auto"}, UsageError, "needs a config.json"),
     ],
 )
-def test_what_does_not_fit_is_an_error(
+def test_rules_that_do_not_fit_are_errors(
     tmp_path: Path, arguments: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
         open_checkpoint(save(tmp_path), **arguments)
 
 
-def test_files_that_say_their_cuts_take_no_rules(tmp_path: Path) -> None:
+def test_rules_for_files_that_describe_their_shardings_are_an_error(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", {"w": tensor("float32", (2,), 1)})
     with pytest.raises(UsageError, match="specify how"):
         open_checkpoint(tmp_path, mesh="tp=2", rules=["*=tp"])
 
 
-def test_a_recipe_joins_them(tmp_path: Path) -> None:
+def test_a_recipe_joins_plain_parts(tmp_path: Path) -> None:
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -181,7 +181,9 @@ def test_other_rules_are_another_source(tmp_path: Path) -> None:
     assert described[0] != described[1]
 
 
-def test_the_command_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_a_mesh_and_rules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, target = str(save(tmp_path / "source")), str(tmp_path / "target")
     options = ["--source-mesh", "tp=4"]
     for rule in RULES:

@@ -53,7 +53,7 @@ def build_model() -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_what_fsdp2_shards_is_the_model(tmp_path: Path, ranks: int) -> None:
+def test_files_of_fsdp2_ranks_are_the_model(tmp_path: Path, ranks: int) -> None:
     """FSDP2's own shards, uneven and empty ones too, with the state of AdamW by numbers."""
     expected = build_model()
     gradients = {name: torch.randn_like(one) for name, one in expected.named_parameters()}
@@ -246,7 +246,7 @@ def test_real_ranks_of_fsdp(trained: Path, kind: str) -> None:
             assert found.tobytes() == bits(tensor), (name, key)
 
 
-def test_local_state_of_fsdp1_is_refused_by_its_name(trained: Path) -> None:
+def test_local_state_of_fsdp1_is_an_error(trained: Path) -> None:
     with pytest.raises(FormatError, match=r"FSDP1 \(LOCAL_STATE_DICT\): '.*_flat_param' is many"):
         open_checkpoint(trained / "local")
 

@@ -136,7 +136,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("axis", ["dim0", "fsdp"])
-def test_fsdp2_goes_on_from_them(tmp_path: Path, axis: str) -> None:
+def test_fsdp2_resumes_from_files_of_ranks(tmp_path: Path, axis: str) -> None:
     """FSDP2's own mesh has no names: they are read and written as dim0 and so on."""
     source = write_source(tmp_path / "source")
     rules = [rule.replace("=fsdp", f"={axis}") for rule in RULES]
@@ -189,7 +189,7 @@ def test_two_axes_strides_and_copies(tmp_path: Path) -> None:
         ({"to": "tp=2", "rules": ["*=tp@balanced, ..."]}, RecipeError, "'w'"),
     ],
 )
-def test_what_dtensors_cannot_say(
+def test_shardings_that_dtensors_cannot_express_are_errors(
     tmp_path: Path, arguments: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     source = tmp_path / "source"

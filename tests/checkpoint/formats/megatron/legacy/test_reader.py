@@ -21,7 +21,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_the_state_that_torch_dist_has(name: str, tmp_path: Path) -> None:
+def test_folders_of_ranks_have_the_state_of_torch_dist(name: str, tmp_path: Path) -> None:
     folder = unpack(name, tmp_path)
     legacy = checkpoint.open(folder / "legacy")
     whole = checkpoint.open(folder / "fully_reshardable")
@@ -39,7 +39,7 @@ def test_several_buckets(tmp_path: Path) -> None:
         assert np.array_equal(found[key].astype(weight.dtype), weight), key
 
 
-def test_a_rank_that_is_missing(tmp_path: Path) -> None:
+def test_a_missing_rank_is_an_error(tmp_path: Path) -> None:
     folder = unpack("stages", tmp_path) / "legacy" / "iter_0000002"
     shutil.move(folder / "mp_rank_00_001", tmp_path / "away")
     with pytest.raises(
@@ -54,7 +54,7 @@ def test_a_rank_that_is_missing(tmp_path: Path) -> None:
         checkpoint.open(folder)
 
 
-def test_ranks_of_other_saves(tmp_path: Path) -> None:
+def test_ranks_of_different_saves_are_an_error(tmp_path: Path) -> None:
     folder = unpack("tensor", tmp_path) / "legacy" / "iter_0000002"
     other = unpack("stages", tmp_path) / "legacy" / "iter_0000002" / "mp_rank_00_000"
     shutil.copy(other / "model_optim_rng.pt", folder / "mp_rank_01" / "model_optim_rng.pt")
@@ -112,7 +112,7 @@ def test_a_weight_of_an_unknown_class_is_unreadable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["model_optim_rng.pt", "distrib_optim.pt"])
-def test_files_that_were_cut_off(file: str, tmp_path: Path) -> None:
+def test_truncated_files_are_errors(file: str, tmp_path: Path) -> None:
     folder = unpack("tensor", tmp_path) / "legacy" / "iter_0000002"
     path = folder / "mp_rank_01" / file
     content = path.read_bytes()

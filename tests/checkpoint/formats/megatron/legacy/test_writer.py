@@ -149,7 +149,9 @@ def test_stacked_experts_are_not_written(tmp_path: Path) -> None:
         ("in_proj.weight.z", "megatron-legacy", "is a part of a Mamba layer's weight"),
     ],
 )
-def test_weights_of_mamba_layers_in_another_form_are_errors(name: str, target: str, says: str, tmp_path: Path) -> None:
+def test_weights_of_mamba_layers_in_another_form_are_errors(
+    name: str, target: str, says: str, tmp_path: Path
+) -> None:
     torch = pytest.importorskip("torch")
     folder = tmp_path / "iter_0000001" / "mp_rank_00"
     folder.mkdir(parents=True)

@@ -51,7 +51,7 @@ def test_layers_and_experts_have_names_of_their_own(tmp_path: Path) -> None:
     assert "decoder.layers.0.pre_mlp_layernorm.weight" in found.tensors
 
 
-def test_single_experts_are_those_of_the_stacks(tmp_path: Path) -> None:
+def test_separate_experts_equal_members_of_stacks(tmp_path: Path) -> None:
     stacked = state_of(unpack("experts", tmp_path) / "fully_reshardable")
     single = state_of(unpack("singleton", tmp_path) / "fully_reshardable")
     expect_same(single, stacked)
@@ -125,7 +125,7 @@ def test_the_folder_of_all_steps(tmp_path: Path) -> None:
         checkpoint.open(steps)
 
 
-def test_missing_and_invalid_states(tmp_path: Path) -> None:
+def test_missing_and_invalid_states_are_errors(tmp_path: Path) -> None:
     folder = unpack("tensor", tmp_path) / "fully_reshardable"
     (folder / "common.pt").rename(folder / "elsewhere")
     with pytest.raises(CheckpointError, match=r"common\.pt is missing; Megatron has the iteration"):
@@ -184,7 +184,7 @@ def test_ranges_are_boxes_of_the_parameter(tmp_path: Path) -> None:
     assert np.array_equal(found, whole)
 
 
-def test_blocks_that_do_not_form_the_shape(tmp_path: Path) -> None:
+def test_blocks_that_do_not_form_the_shape_are_an_error(tmp_path: Path) -> None:
     tensor, _ = flat_tensor(tmp_path, np.zeros((4, 6), np.float32))
     with pytest.raises(FormatError, match="they do not form its shape"):
         bind_flat_ranges(tensor, {KEY: (4, 5)})

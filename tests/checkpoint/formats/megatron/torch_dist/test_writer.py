@@ -172,7 +172,7 @@ def save_adamw(folder: Path, decays: dict[str, float]) -> Path:
 
 
 @pytest.mark.parametrize("target", ["torch-dist", "megatron-legacy"])
-def test_a_decay_that_megatron_does_not_keep_is_said(target: str, tmp_path: Path) -> None:
+def test_a_note_reports_weight_decay_that_megatron_changes(target: str, tmp_path: Path) -> None:
     up, down, norm = (
         *(f"decoder.layers.0.mlp.linear_{one}.weight" for one in ("fc1", "fc2")),
         "decoder.final_layernorm.weight",
