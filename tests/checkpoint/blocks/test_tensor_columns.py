@@ -17,7 +17,9 @@ from reshard.layout import Box, Layout
 
 
 @given(st.data(), tensors(most=4))
-def test_columns_of_any_cut(data: st.DataObject, whole: dict[str, Tensor]) -> None:
+def test_columns_hold_the_same_tensors_for_any_sharding(
+    data: st.DataObject, whole: dict[str, Tensor]
+) -> None:
     mesh, specs = data.draw(cuts(whole))
     with small_folder(64) as folder:
         write_ranks(folder / "cut", whole, mesh, specs)
@@ -28,7 +30,7 @@ def test_columns_of_any_cut(data: st.DataObject, whole: dict[str, Tensor]) -> No
         assert columns.tensor_bytes.tolist() == [one.size_bytes for one in found.values()]
 
 
-def test_cells_that_lie_apart_and_views() -> None:
+def test_columns_keep_cells_and_views() -> None:
     boxes = [(0, Box((0,), (2,))), (0, Box((2,), (4,))), (1, Box((4,), (6,)))]
     layout = Layout.from_boxes((6,), boxes, 2)
     addresses = {0: (FileRange("a", 8), FileRange("b", 0)), 1: FileRange("a", 64)}
@@ -48,7 +50,17 @@ def test_cells_that_lie_apart_and_views() -> None:
         kind.find_place(2, 0)
 
 
-def test_digests_of_some_tensors() -> None:
+def test_ranges_of_files_are_found_by_rank() -> None:
+    layout = Layout.from_boxes((6,), [(rank, Box((rank,), (rank + 1,))) for rank in range(6)], 6)
+    places = ((4, 0), (4, 1), (0, None), (2, 0))
+    ranges = FileRanges(layout, places, ("a", "b", "c", "d"), (8, 16, 24, 32))
+    assert ranges[4] == (FileRange("a", 8), FileRange("b", 16))
+    assert ranges[0] == FileRange("c", 24)
+    assert ranges[2] == (FileRange("d", 32),)
+    assert list(ranges) == [4, 0, 2] and ranges.get(1) is None
+
+
+def test_tensors_may_lack_digests() -> None:
     digests = [TensorDigest(b"a" * 16, (b"b" * 16, b"c" * 16)), None, TensorDigest(b"d" * 16, ())]
     columns = DigestColumns.of_each(digests)
     assert [columns.of(row) for row in range(3)] == digests
@@ -56,7 +68,7 @@ def test_digests_of_some_tensors() -> None:
     assert columns.of_block(1, 0) is None
 
 
-def test_a_name_twice() -> None:
+def test_a_repeated_name_is_refused() -> None:
     kind = TensorKind(dtype("int8"), Layout.whole((4,), [0], 1), ((0, None),), ("a",))
     with pytest.raises(CheckpointError, match="twice"):
         TensorColumns(["w", "w"], [kind], [0, 0], [0, 4])

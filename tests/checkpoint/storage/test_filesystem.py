@@ -37,7 +37,7 @@ from reshard.checkpoint.storage.filesystem import (
 from reshard.checkpoint.storage.local_files import TargetFile
 from reshard.checkpoint.storage.object_stores import FileStream
 from reshard.checkpoint.storage.uploads import SentRecords, read_released_ranges
-from reshard.errors import RunError
+from reshard.errors import CheckpointError, FormatError, RunError
 
 # Allocating it fails, so only a request that is cut to the file can pass.
 HUGE_BYTES = 1 << 60
@@ -362,3 +362,37 @@ def test_a_name_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "staging").touch()
     with pytest.raises(RunError, match="staging is a file"):
         filesystem.FolderLock.acquire(tmp_path / "staging")
+
+
+def test_files_of_metadata_are_read_up_to_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "index.json"
+    with pytest.raises(CheckpointError, match=r"index\.json is missing"):
+        filesystem.read_file(path, 100)
+    path.write_text('{"a": 1}')
+    assert filesystem.read_file(path, 8) == b'{"a": 1}'
+    assert filesystem.read_file_range(path, 2, 3, 3) == b'a":'
+    with pytest.raises(FormatError, match="more than 7 bytes"):
+        filesystem.read_file(path, 7)
+    with pytest.raises(FormatError, match="4 bytes should be read at once, 3 are the most"):
+        filesystem.read_file_range(path, 2, 4, 3)
+    with pytest.raises(FormatError, match=r"ends at byte 8, 3 bytes at 6 were expected"):
+        filesystem.read_file_range(path, 6, 3, 3)
+    with pytest.raises(CheckpointError, match=r"cannot read .*Is a directory"):
+        filesystem.read_file(tmp_path, 100)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[1]", "is not a JSON object, but a list"),
+        (b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
+        (b"\xff", "is not JSON: .*utf-8"),
+        (b"[" * 100_000, "is not JSON"),
+    ],
+)
+def test_other_content_than_a_json_object_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "index.json").write_bytes(content)
+    with pytest.raises(FormatError, match=message):
+        filesystem.read_json_object(tmp_path / "index.json", 1 << 20)

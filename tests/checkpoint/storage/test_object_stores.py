@@ -31,7 +31,7 @@ def source_of(server: ObjectServer) -> BucketSource:
     return open_bucket("http", server.url.removeprefix("http://"))
 
 
-def test_ranges_and_states(server: ObjectServer) -> None:
+def test_ranges_are_read_with_the_state_of_their_object(server: ObjectServer) -> None:
     source = source_of(server)
     state = source.head("model/a.bin")
     assert state is not None
@@ -91,7 +91,7 @@ def test_a_web_server_is_asked_for_usual_names(server: ObjectServer) -> None:
         ("https://host:port/model", "AWS_PROFILE", ""),
     ],
 )
-def test_settings_that_are_wrong(
+def test_wrong_settings_are_named(
     monkeypatch: pytest.MonkeyPatch, address: str, name: str, value: str
 ) -> None:
     pytest.importorskip("boto3")

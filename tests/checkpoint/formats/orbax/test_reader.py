@@ -1,4 +1,4 @@
-"""What Orbax saved, read without it: every array bit for bit, and every plain value."""
+"""Checkpoints of Orbax, read without it: every array bit for bit, and every plain value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.sharding import spec
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_arrays_and_values(saved: Path, variant: str) -> None:
+def test_arrays_and_values_of_every_variant_are_read(saved: Path, variant: str) -> None:
     found = checkpoint.open(saved / variant)
     assert found.format == "orbax"
     assert {*found} == {*arrays()}
@@ -69,7 +69,7 @@ def test_a_rank_loads_its_part(saved: Path, variant: str) -> None:
         assert np.array_equal(part["params.layers.1.w"], expected)
 
 
-def test_steps_and_items(saved: Path) -> None:
+def test_the_last_step_and_its_item_are_opened(saved: Path) -> None:
     last = checkpoint.open(saved / "manager")
     assert last.folder == saved / "manager" / "10" / "default"
     assert any("step 10" in note and "(9)" in note for note in last.notes)
@@ -90,14 +90,14 @@ def read_all(folder: Path) -> None:
         checkpoint.read_tensor(found, name)
 
 
-def test_a_missing_chunk(saved: Path, tmp_path: Path) -> None:
+def test_a_missing_chunk_is_an_error(saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, "zarr", tmp_path)
     (folder / "params.layers.0.w" / "1.1").unlink()
     with pytest.raises(CoverageError, match=r"1\.1 is missing"):
         checkpoint.open(folder)
 
 
-def test_a_missing_chunk_of_zeros(saved: Path, tmp_path: Path) -> None:
+def test_a_chunk_of_zeros_may_be_missing(saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, "zarr", tmp_path)
     path = folder / "_METADATA"
     text = path.read_text()
@@ -110,7 +110,7 @@ def test_a_missing_chunk_of_zeros(saved: Path, tmp_path: Path) -> None:
     assert np.array_equal(read, expected)
 
 
-def test_a_missing_array(saved: Path, tmp_path: Path) -> None:
+def test_a_missing_array_is_an_error(saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, "zarr", tmp_path)
     shutil.rmtree(folder / "params.layers.0.w")
     with pytest.raises(CheckpointError, match=r"params\.layers\.0\.w.* is not in the folder"):
@@ -121,7 +121,7 @@ def test_a_missing_array(saved: Path, tmp_path: Path) -> None:
     ("key", "value", "says"),
     [("dtype", "<U8", "type '<U8'"), ("compressor", {"id": "blosc"}, "blosc")],
 )
-def test_an_array_that_is_not_known_locks_no_other(
+def test_other_arrays_are_read_if_one_is_unknown(
     saved: Path, tmp_path: Path, key: str, value: Any, says: str
 ) -> None:
     folder = copied(saved, "zarr", tmp_path)
@@ -134,7 +134,7 @@ def test_an_array_that_is_not_known_locks_no_other(
 
 
 @pytest.mark.parametrize("variant", ["zarr", "zarr3"])
-def test_chunks_that_are_cut_off_or_longer(saved: Path, tmp_path: Path, variant: str) -> None:
+def test_chunks_of_another_size_are_errors(saved: Path, tmp_path: Path, variant: str) -> None:
     folder = copied(saved, variant, tmp_path)
     chunk = folder / "params.layers.0.w" / ("1.1" if variant == "zarr" else "c/1/1")
     content = chunk.read_bytes()
@@ -146,7 +146,7 @@ def test_chunks_that_are_cut_off_or_longer(saved: Path, tmp_path: Path, variant:
             read_all(folder)
 
 
-def test_a_chunk_that_expands_without_end(saved: Path, tmp_path: Path) -> None:
+def test_a_chunk_that_expands_beyond_its_size_is_an_error(saved: Path, tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     folder = copied(saved, "zarr", tmp_path)
     chunk = folder / "params.layers.0.w" / "1.1"
@@ -155,15 +155,17 @@ def test_a_chunk_that_expands_without_end(saved: Path, tmp_path: Path) -> None:
         read_all(folder)
 
 
-def test_damage_is_found_where_it_is(saved: Path, tmp_path: Path) -> None:
+def test_damage_is_reported_with_the_file_of_the_chunk(saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, "zarr", tmp_path)
     chunk = folder / "params.layers.0.w" / "1.1"
-    chunk.write_bytes(chunk.read_bytes()[:-3])
-    report = checkpoint.check_digests(checkpoint.open(folder))
-    assert any("params.layers.0.w" in str(one) for one in report.damaged)
+    content = chunk.read_bytes()[:-3]
+    chunk.write_bytes(content)
+    (damaged,) = checkpoint.check_digests(checkpoint.open(folder)).damaged
+    assert damaged.tensor == "params.layers.0.w"
+    assert damaged.places == (f"params.layers.0.w/1.1 bytes 0:{len(content)}",)
 
 
-def test_a_save_that_was_not_finished(saved: Path, tmp_path: Path) -> None:
+def test_an_unfinished_save_is_refused(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "5.orbax-checkpoint-tmp-7"
     shutil.copytree(saved / "ocdbt", folder)
     with pytest.raises(CheckpointError, match="not finished"):

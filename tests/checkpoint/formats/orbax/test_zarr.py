@@ -1,4 +1,4 @@
-"""What Zarr says of arrays, and what it cannot say."""
+"""Descriptions of arrays in Zarr, valid and invalid."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read(described: dict[str, Any], **changes: Any) -> Any:
     return read_array(json.dumps({**described, **changes}).encode(), "w")
 
 
-def test_grids() -> None:
+def test_an_array_lists_the_keys_and_boxes_of_its_chunks() -> None:
     array = read(ZARR2)
     assert [key for key, _ in array.list_keys()] == ["0.0", "1.0", "2.0"]
     assert array.box((8, 0)) == Box((8, 0), (10, 8))
@@ -54,14 +54,14 @@ def test_grids() -> None:
     assert [key for key, _ in scalar.list_keys()] == ["c"]
 
 
-def test_orders() -> None:
+def test_the_order_of_a_chunk_gives_its_strides() -> None:
     assert read(ZARR2).strides == (8, 1)
     assert read(ZARR2, order="F").strides == (1, 4)
     turned = {"name": "transpose", "configuration": {"order": [1, 0]}}
     assert read(ZARR3, codecs=[turned, BYTES]).strides == (1, 4)
 
 
-def test_types_both_ways() -> None:
+def test_every_dtype_is_written_and_read_back() -> None:
     for one in ALL_DTYPES:
         if one.name not in ("complex32", "float8_e4m3"):
             found = read_array(array_bytes(name_type(one), (4,), (2,)), "w")
@@ -79,7 +79,7 @@ def test_types_both_ways() -> None:
         ({"dtype": [["a", "<f4"]]}, "not known"),
     ],
 )
-def test_unknown_codecs_and_types(changes: dict[str, Any], says: str) -> None:
+def test_unknown_codecs_and_dtypes_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         read(ZARR2, **changes)
 
@@ -101,7 +101,7 @@ def test_unknown_codecs_and_types(changes: dict[str, Any], says: str) -> None:
         {"dimension_separator": "../"},
     ],
 )
-def test_invalid_arrays(changes: dict[str, Any]) -> None:
+def test_invalid_descriptions_of_arrays_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(FormatError):
         read(ZARR2, **changes)
 
@@ -119,12 +119,12 @@ def test_invalid_arrays(changes: dict[str, Any]) -> None:
         None,
     ],
 )
-def test_codecs_that_cannot_be(codecs: Any) -> None:
+def test_invalid_codecs_are_refused(codecs: Any) -> None:
     with pytest.raises(ReshardError):
         read(ZARR3, codecs=codecs)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100000, b'{"a":1,"a":1}'])
-def test_invalid_json(content: bytes) -> None:
+def test_invalid_json_is_refused(content: bytes) -> None:
     with pytest.raises(FormatError):
         read_array(content, "w")

@@ -46,7 +46,7 @@ def write_indexed(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_a_single_file_is_read_under_any_name(tmp_path: Path) -> None:
     write_file(tmp_path / "any name.safetensors", WHOLE, {"format": "pt", "note": "x"})
     found = read_single(tmp_path / "any name.safetensors")
     assert (found.format, found.ranks, found.mesh) == ("safetensors", 1, None)
@@ -63,7 +63,7 @@ def test_one_file(tmp_path: Path) -> None:
         assert stored == expected.bits.tobytes()
 
 
-def test_an_index_written_by_hand(tmp_path: Path) -> None:
+def test_an_index_written_by_hand_is_read(tmp_path: Path) -> None:
     weight_map = write_indexed(tmp_path)
     found = read_indexed(tmp_path / "model.safetensors.index.json")
     assert [file.name for file in found.files] == sorted(set(weight_map.values()))
@@ -78,7 +78,7 @@ def test_an_index_written_by_hand(tmp_path: Path) -> None:
         }
 
 
-def test_an_index_to_shards_and_back(tmp_path: Path) -> None:
+def test_files_with_an_index_are_sharded_and_joined_again(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     write_indexed(source)
@@ -118,7 +118,7 @@ def test_files_hold_tensors_in_order_up_to_a_limit(sizes: list[int], limit: int 
             assert totals[number] + sizes[int(following[1:])] > limit, "room was left"
 
 
-def test_the_text_of_an_index() -> None:
+def test_an_index_is_written_as_hugging_face_writes_it() -> None:
     tensors = {
         "b": PlannedTensor(dtype("float32"), Layout.whole((2,), [0], 1)),
         "a": PlannedTensor(dtype("uint8"), Layout.whole((3,), [0], 1)),

@@ -55,7 +55,7 @@ def box_checkpoints(draw: st.DrawFn) -> tuple[Tensor, list[Box], list[int]]:
 
 
 @given(box_checkpoints(), st.sampled_from([16, 1000]))
-def test_boxes_that_cover_a_tensor(
+def test_boxes_that_cover_a_tensor_are_read(
     stored: tuple[Tensor, list[Box], list[int]], block_bytes: int
 ) -> None:
     whole, boxes, ranks = stored
@@ -108,7 +108,7 @@ def test_boxes_that_overlap_are_an_error(
             checkpoint.open(folder / "cut")
 
 
-def test_the_offsets_that_are_written(tmp_path: Path) -> None:
+def test_shards_are_written_with_their_offsets(tmp_path: Path) -> None:
     whole = {"w": tensor("float32", (5, 6), 1), "s": tensor("int64", (), 2)}
     write_file(tmp_path / "model.safetensors", whole, {"author": "us"})
     target = tmp_path / "made"
@@ -148,7 +148,7 @@ def test_our_files_know_of_each_other_without_a_manifest(tmp_path: Path, gone: i
         checkpoint.open(cut / shard_file_name((gone + 1) % 4))
 
 
-def test_a_file_more_than_were_written(tmp_path: Path) -> None:
+def test_a_file_left_from_another_save_is_an_error(tmp_path: Path) -> None:
     whole = tensor("float32", (6, 3), 1)
     write_file(tmp_path / "model.safetensors", {"w": whole})
     cut = tmp_path / "cut"
@@ -167,7 +167,7 @@ def test_a_file_more_than_were_written(tmp_path: Path) -> None:
         checkpoint.open(cut)
 
 
-def test_a_single_shard_file(tmp_path: Path) -> None:
+def test_a_shard_is_opened_by_its_own_file(tmp_path: Path) -> None:
     whole = tensor("float32", (4, 4), 1)
     write_boxes(tmp_path / "cut", whole, [Box((0, 0), (2, 4)), Box((2, 0), (4, 4))], [0, 1])
     assert checkpoint.open(tmp_path / "cut" / shard_file_name(0))["w"].shape == (2, 4)
@@ -176,7 +176,7 @@ def test_a_single_shard_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 7, 99_998, 123_456])
-def test_names_of_files(rank: int) -> None:
+def test_names_of_files_give_the_rank(rank: int) -> None:
     assert rank_of_file(shard_file_name(rank)) == rank
 
 
@@ -189,7 +189,7 @@ def test_names_of_files(rank: int) -> None:
         "model-00001-of-00001.safetensors",
     ],
 )
-def test_names_of_other_files(name: str) -> None:
+def test_other_names_give_no_rank(name: str) -> None:
     assert rank_of_file(name) is None
 
 

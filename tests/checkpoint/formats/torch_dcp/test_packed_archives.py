@@ -109,7 +109,7 @@ def test_archives_that_torch_compressed_are_read(
     assert {*opened.derived} == {f"__{rank}_0.distcp/unpacked" for rank in range(3)}
 
 
-def test_conversions_recuts_and_digests(
+def test_compressed_shards_are_converted_and_digested(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 500)
@@ -242,7 +242,9 @@ def test_an_archive_is_unpacked_once_by_many_threads(
     assert unpacked == [archive]
 
 
-def test_without_the_package(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_missing_package_is_named(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(MissingExtraError, match=r"zstandard; pip install 'reshard\[checkpoint\]'"):
         checkpoint.convert(packed, tmp_path / "t", to="full")
@@ -250,7 +252,7 @@ def test_without_the_package(packed: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("descriptor", ["stream.zstd", "stream.zstd/2", "stream.zstd@here/1", "/1"])
-def test_transforms_that_are_not_known(packed: Path, tmp_path: Path, descriptor: str) -> None:
+def test_unknown_transforms_are_refused(packed: Path, tmp_path: Path, descriptor: str) -> None:
     metadata = pickle.loads((packed / ".metadata").read_bytes())
     for index, info in metadata.storage_data.items():
         if index.fqn == "t":
@@ -261,7 +263,7 @@ def test_transforms_that_are_not_known(packed: Path, tmp_path: Path, descriptor:
     assert not (tmp_path / "target").exists()
 
 
-def test_no_room_to_unpack(packed: Path, tmp_path: Path) -> None:
+def test_a_folder_without_room_to_unpack_is_named(packed: Path, tmp_path: Path) -> None:
     files = open_sources(open_checkpoint(packed), tmp_path / "none")
     with pytest.raises(RunError, match=r"cannot create .*/unpacked in .*none \(needs \d+ by"):
         _ = files["__0_0.distcp/unpacked"]
@@ -279,14 +281,14 @@ def refused(folder: Path, target: Path) -> ReshardError:
     return caught.value
 
 
-def test_a_stream_that_was_cut_off(packed: Path, tmp_path: Path) -> None:
+def test_a_truncated_stream_is_an_error(packed: Path, tmp_path: Path) -> None:
     whole = packed_bytes(packed, "t")
     for size in (0, 3, 20, 200, len(whole) // 2, *range(len(whole) - 24, len(whole))):
         repack(packed, "t", whole[:size])
         assert isinstance(refused(packed, tmp_path / "target"), FormatError)
 
 
-def test_bytes_after_a_stream(packed: Path, tmp_path: Path) -> None:
+def test_bytes_after_a_stream_are_an_error(packed: Path, tmp_path: Path) -> None:
     whole = packed_bytes(packed, "t")
     for behind in (b"x", bytes(64), zstandard.compress(b"x"), zstandard.compress(bytes(1 << 20))):
         repack(packed, "t", whole + behind)
@@ -304,7 +306,7 @@ def test_every_flipped_byte_is_noticed_or_changes_nothing(packed: Path, tmp_path
         assert bits_of(tmp_path / "target") == expected
 
 
-def test_a_flipped_byte_inside_of_the_storage(packed: Path, tmp_path: Path) -> None:
+def test_a_flipped_byte_of_the_storage_is_an_error(packed: Path, tmp_path: Path) -> None:
     archive = bytearray(archive_of(packed, "t"))
     archive[2000] ^= 1
     repack(packed, "t", zstandard.compress(bytes(archive)))
@@ -336,7 +338,9 @@ def test_all_archives_that_are_damaged_are_listed(packed: Path) -> None:
     assert {*found.without_digest} == {*opened}
 
 
-def test_an_archive_that_contradicts_its_beginning(packed: Path, tmp_path: Path) -> None:
+def test_an_archive_that_contradicts_its_beginning_is_an_error(
+    packed: Path, tmp_path: Path
+) -> None:
     def description(value: Any) -> bytes:
         torch.save(value, tmp_path / "made")
         with zipfile.ZipFile(tmp_path / "made") as archive:
@@ -362,7 +366,9 @@ def test_an_archive_that_contradicts_its_beginning(packed: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("much", [1 << 18, 1 << 26])
-def test_streams_that_expand_beyond_the_limit(packed: Path, tmp_path: Path, much: int) -> None:
+def test_streams_that_expand_beyond_the_limit_are_errors(
+    packed: Path, tmp_path: Path, much: int
+) -> None:
     archive = archive_of(packed, "t")
     bomb = zstandard.compress(archive + bytes(much))
     assert len(bomb) < 64 << 10
@@ -378,14 +384,14 @@ def test_streams_that_expand_beyond_the_limit(packed: Path, tmp_path: Path, much
     assert isinstance(refused(packed, tmp_path / "target"), FormatError)
 
 
-def test_a_storage_larger_than_metadata_promises(packed: Path, tmp_path: Path) -> None:
+def test_a_storage_larger_than_in_the_metadata_is_an_error(packed: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
     torch.save(torch.zeros(1 << 24)[: 48 * 64].view(48, 64), made)
     repack(packed, "t", zstandard.compress(made.read_bytes()))
     assert "expected 12288 by .metadata" in str(refused(packed, tmp_path / "target"))
 
 
-def test_a_window_larger_than_a_decoder_must_have(packed: Path, tmp_path: Path) -> None:
+def test_a_window_beyond_the_limit_is_an_error(packed: Path, tmp_path: Path) -> None:
     parameters = zstandard.ZstdCompressionParameters(window_log=27)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     content = compressor.compress(archive_of(packed, "t")) + compressor.flush()
