@@ -132,7 +132,7 @@ def test_the_major_digit_is_shared_as_far_as_it_can_be(
 @pytest.mark.parametrize(
     ("build", "part"),
     [
-        (lambda: matmul_template(-1), "-1 batch dimensions"),
+        (lambda: matmul_template(-1), "number of batch dimensions -1"),
         (lambda: elementwise_template(-1), "rank -1"),
         (lambda: reduce_template(2, [2]), "dimensions (2,) of 2"),
         (lambda: reduce_template(2, [0, -2]), "dimensions (0, -2) of 2"),

@@ -97,7 +97,7 @@ def test_parts_that_three_products_need_are_gathered_once(counted: Counted) -> N
     assert counted.count == 3
 
 
-def test_what_a_program_gave_and_writes_to_is_moved_again(counted: Counted) -> None:
+def test_given_data_that_a_program_writes_to_is_moved_again(counted: Counted) -> None:
     numpy = np.arange(12.0).reshape(6, 2)
     own = counted.runner.library.array(numpy)
     parts = {rank: own[2 * (rank % 3) : 2 * (rank % 3) + 2] for rank in range(6)}
@@ -169,14 +169,14 @@ def test_views_are_traced_as_they_move(counted: Counted) -> None:
     assert counted.count == sum(bool(one.before) for one in traced.operations) == expected
 
 
-def test_views_of_what_was_given_are_not_copied() -> None:
+def test_views_of_given_data_are_not_copied() -> None:
     data = np.arange(12.0).reshape(6, 2)
     x = sp.array(data, runner=Counted("numpy").runner)
     rows = x.shard(spec(MESH, "y, -"))
     assert np.shares_memory(data, rows.shards[0]) and x.is_given and rows.is_given
 
 
-def test_what_was_taken_out_is_moved_as_it_is() -> None:
+def test_shards_that_were_taken_are_moved_unchanged() -> None:
     counted = Counted("numpy")
     x = sp.array(np.zeros((6, 2)), spec(MESH, "y, -"), runner=counted.runner)
     first, counted.count = x.shards[0], 0
@@ -202,7 +202,7 @@ def test_shards_that_were_taken_and_written_to_are_moved_again(counted: Counted)
     np.testing.assert_array_equal(first.to_dense(), counted.rows().to_dense())
 
 
-def test_what_is_kept_is_bounded_and_the_oldest_goes_first(counted: Counted) -> None:
+def test_the_cache_is_bounded_and_evicts_the_oldest_first(counted: Counted) -> None:
     arrays = [counted.rows() for _ in range(4)]
     target = spec(MESH, "-, -")
     # Six copies of 12 * 6 numbers of 8 bytes; two such are kept.
@@ -225,7 +225,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first(counted: Counted) -> 
     assert (counted.count, counted.runner.reshard_cache.size_bytes) == (4, 0)
 
 
-def test_what_is_kept_does_not_depend_on_when_arrays_are_freed() -> None:
+def test_caching_does_not_depend_on_when_arrays_are_freed() -> None:
     counts = []
     for collects in (False, True):
         counted = Counted("numpy")
@@ -261,7 +261,7 @@ def test_constants_of_a_traced_function_keep_their_elements(
     np.testing.assert_array_equal(moved, weight.to_dense())
 
 
-def test_what_is_kept_goes_with_its_array(counted: Counted) -> None:
+def test_cached_reshards_are_freed_with_their_array(counted: Counted) -> None:
     x = counted.rows()
     x.shard(spec(MESH, "-, -"))
     kept = x.cached_reshards()
@@ -270,7 +270,7 @@ def test_what_is_kept_goes_with_its_array(counted: Counted) -> None:
     assert copy.cached_reshards() == {}
 
 
-def test_gradients_go_through_what_is_kept() -> None:
+def test_gradients_go_through_cached_reshards() -> None:
     leaf = torch.arange(12.0, dtype=torch.float64).reshape(6, 2).requires_grad_()
     x = sp.array(leaf, spec(MESH, "x, -")) * 2.0
     target = spec(MESH, "-, -")
@@ -292,7 +292,7 @@ def test_written_shards_are_refused_over_processes() -> None:
         x.shard(spec(MESH, "-, -"))
 
 
-def test_threads_share_what_is_kept() -> None:
+def test_threads_share_the_cache() -> None:
     counted = Counted("numpy")
     target = spec(MESH, "-, -")
     counted.runner.reshard_cache = ReshardCache(counted.runner, 10 * 6 * 576)

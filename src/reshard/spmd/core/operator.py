@@ -17,10 +17,10 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from inspect import signature
 from typing import Any, Literal
 
+from reshard._validation import check_ints
 from reshard.dtypes import DType
 from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
@@ -272,7 +272,14 @@ class Operator:
         # Lists become tuples, and names are sorted, so that equal arguments have equal keys.
         frozen = tuple(sorted((name, _freeze(value)) for name, value in attributes.items()))
         key = tuple(tuple(int(size) for size in shape) for shape in shapes)
-        return _infer(self, key, _Attributes(frozen))
+        # Written out, since 1, 1.0 and True are equal, but not the same attribute.
+        cached = (self, key, repr(frozen))
+        found = _inferred.get(cached)
+        if found is None:
+            if len(_inferred) >= _MAX_INFERRED:
+                _inferred.clear()
+            found = _inferred[cached] = _infer(self, key, dict(frozen))
+        return found
 
     def local_functions(self, work: LocalWork) -> list[Function]:
         """Return for each rank here the function that it applies to its parts.
@@ -297,29 +304,17 @@ class Operator:
         return self.fails == "any" or all("int" in one or one == "bool" for one in types)
 
 
-class _Attributes:
-    """Attributes as a cache key, in which 1, 1.0 and True are different."""
-
-    def __init__(self, items: tuple[tuple[str, Any], ...]) -> None:
-        self.items = items
-        self.key = repr(items)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Attributes) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
 def _freeze(value: Any) -> Any:
     return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
 
 
-@lru_cache(maxsize=65536)
-def _infer(operator: Operator, shapes: tuple[Shape, ...], attributes: _Attributes) -> Inferred:
+_inferred: dict[tuple[Operator, tuple[Shape, ...], str], Inferred] = {}
+_MAX_INFERRED = 1 << 16
+
+
+def _infer(operator: Operator, shapes: tuple[Shape, ...], given: dict[str, Any]) -> Inferred:
     if operator.infer is None:
         return Inferred(replicated_rule(shapes), ())
-    given = dict(attributes.items)
     try:
         return operator.infer(shapes, **given)
     except SpecError as error:
@@ -451,20 +446,12 @@ def rule_of(
     ([i, j]) -> ([i]) {i=4, j=8} reduction={j:max}
     """
     operator = operator_of(name)
-    known = [_read_shape(shape) for shape in shapes]
+    known = [check_ints(shape, "shape", SpecError) for shape in shapes]
     if not operator.has_rule:
-        return replicated_rule(known, [_read_shape(shape) for shape in result_shapes])
-    return operator.rule(known, **attributes)
-
-
-def _read_shape(given: object) -> Shape:
-    is_shape = isinstance(given, Sequence) and not isinstance(given, str)
-    sizes = tuple(given) if is_shape and isinstance(given, Sequence) else (None,)
-    if not all(hasattr(size, "__index__") and size >= 0 for size in sizes):
-        raise SpecError(
-            f"shape {given!r} is not valid; give whole numbers, 0 or more, as in (4, 8)"
+        return replicated_rule(
+            known, [check_ints(shape, "shape", SpecError) for shape in result_shapes]
         )
-    return sizes
+    return operator.rule(known, **attributes)
 
 
 def register(operator: Operator) -> Operator:

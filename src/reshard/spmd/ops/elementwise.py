@@ -62,20 +62,19 @@ def operands(*values: Any) -> list[Any]:
     first = arrays[0]
     if any(one.runner is not first.runner for one in arrays):
         first = next((one for one in arrays if one.runner.library.name != "numpy"), first)
-    return [
-        _beside(first, one)
-        if isinstance(one, ArrayValue)
-        else one
-        if library_of(one) is None
-        else whole(first, one)
-        for one in values
-    ]
+    return [_as_operand(first, one) for one in values]
+
+
+def _as_operand(first: ArrayValue, value: Any) -> Any:
+    if isinstance(value, ArrayValue):
+        return value if value.runner is first.runner else _beside(first, value)
+    return value if library_of(value) is None else whole(first, value)
 
 
 def _beside(first: ArrayValue, one: ArrayValue) -> ArrayValue:
     """Convert an array of NumPy shards to the runner of `first`; return other arrays unchanged."""
     runner = first.runner
-    if one.runner is runner or one.runner is not in_process("numpy") or runner.is_abstract:
+    if one.runner is not in_process("numpy") or runner.is_abstract:
         return one
     for recorder in recorders:
         # The copy is a new array, on which no gradient depends: recorders must know of the read.

@@ -31,6 +31,7 @@ Axes and shapes are read here as operators read them: counted from the start, an
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -149,7 +150,7 @@ def from_dims(
     def numbered(factors: Iterable[Any]) -> list[int]:
         return [numbers[factor] for factor in factors if factor in numbers]
 
-    mappings = [[numbered(dim) for dim in dims] for dims in tensors]
+    mappings = [[[numbers[factor] for factor in dim] for dim in dims] for dims in tensors]
     kept_whole = [
         factor
         for factor in found
@@ -166,9 +167,13 @@ def from_dims(
         blocked=numbered(blocked),
         reduction_operator=reduction,
     )
+    if result_shapes is None:
+        result_shapes = [
+            tuple([math.prod([found[factor] for factor in dim]) for dim in dims]) for dims in made
+        ]
     return Inferred(
         rule,
-        rule.result_shapes if result_shapes is None else tuple(result_shapes),
+        tuple(result_shapes),
         tuple(numbered(adjusted)),
         tuple(numbered(leading)),
     )
@@ -206,45 +211,48 @@ def from_pattern(
     >>> print(from_pattern("*a k *b, *i -> *a *i *b", [(9, 8), (4,)], lengths={"a": 0}).rule)
     ([k, j], [i]) -> ([i, j]) {i=4, j=8, k=9} need_replication={k}
     """
-    operands, results = _read_pattern(pattern)
-    if len(operands) != len(shapes):
-        raise SpecError(f"{len(shapes)} operands for `{pattern}`; {len(operands)} were expected")
-    known = dict(lengths or {})
-    given = []
-    for words, shape in zip(operands, shapes, strict=True):
-        dims = _spell(words, known, len(shape))
-        if dims is None:
-            raise SpecError(
-                f"shapes {', '.join(map(str, shapes))}; shapes of the form `{pattern}` were "
-                "expected"
-            )
-        given.append(dims)
-    # Broadcasting gives the result the leading dimensions of the operand with the most.
-    known["..."] = max((sum(str(one)[0] == "." for one in dims) for dims in given), default=0)
-    made = [_spell(words, known) or [] for words in results]
-    factors = _flatten((*made, *given))
+    spelt = _spell_pattern(pattern, tuple(map(len, shapes)), tuple((lengths or {}).items()))
+    if spelt is None:
+        raise SpecError(
+            f"shapes {', '.join(map(str, shapes))}; shapes of the form `{pattern}` were expected"
+        )
+    given, made, factors = spelt
     # Factors are letters, or a letter or a dot, and a number.
     chosen: dict[str, Any] = {
         kind: value if kind == "reduction" else [one for one in factors if one[0] in value]
-        for kind, value in {"broadcast": "", **kinds}.items()
+        for kind, value in kinds.items()
     }
-    chosen["broadcast"] += [one for one in factors if one[0] == "."]
+    leading = [one for one in factors if one[0] == "."]
+    chosen["broadcast"] = leading + chosen.get("broadcast", [])
     first = [one for letter in order for one in factors if one[0] == letter]
     return from_dims(
         given, made, shapes, result_shapes, order=first, sizes=sizes, pattern=pattern, **chosen
     )
 
 
-Words = tuple[tuple[str, ...], ...]
+# Cached, since operators are called for many shapes of few numbers of dimensions.
+@lru_cache(maxsize=4096)
+def _spell_pattern(
+    pattern: str, ranks: tuple[int, ...], lengths: tuple[tuple[str, int], ...]
+) -> tuple[Any, Any, list[str]] | None:
+    """Return the dimensions of operands and of results, and all factors; None if they do not fit.
 
-
-@lru_cache(maxsize=1024)
-def _read_pattern(pattern: str) -> tuple[Words, Words]:
-    operands, results = (
-        tuple(tuple(tensor.split()) for tensor in side.split(",")) for side in pattern.split("->")
-    )
-    # Without text before the arrow there are no operands; without text, a tensor is a scalar.
-    return operands if pattern.split("->")[0].strip() else (), results
+    Raises SpecError for another number of operands.
+    """
+    before, after = pattern.split("->")
+    operands = [tensor.split() for tensor in before.split(",")] if before.strip() else []
+    if len(operands) != len(ranks):
+        raise SpecError(f"{len(ranks)} operands for `{pattern}`; {len(operands)} were expected")
+    known = dict(lengths)
+    given = [_spell(words, known, rank) for words, rank in zip(operands, ranks, strict=True)]
+    if None in given:
+        return None
+    # Broadcasting gives the result the leading dimensions of the operand with the most.
+    known["..."] = max((sum(str(one)[0] == "." for one in dims) for dims in given), default=0)
+    made = [_spell(tensor.split(), known) for tensor in after.split(",")]
+    # Each factor once, as results name them and then operands.
+    dims = itertools.chain.from_iterable((*made, *given))
+    return given, made, list(dict.fromkeys(one for dim in dims for one in _list_factors(dim)))
 
 
 def _spell(words: Sequence[str], known: dict[str, int], ndim: int | None = None) -> Any:
@@ -273,12 +281,6 @@ def _spell(words: Sequence[str], known: dict[str, int], ndim: int | None = None)
         else:
             dims.append(None if word == "_" else word if len(word) == 1 else tuple(word))
     return dims if ndim is None or len(dims) == ndim else None
-
-
-def _flatten(tensors: Iterable[Iterable[Dim]]) -> list[str]:
-    """Return the factors of all dimensions, each once."""
-    dims = itertools.chain.from_iterable(tensors)
-    return list(dict.fromkeys(factor for dim in dims for factor in _list_factors(dim)))
 
 
 def replicated_rule(operands: Iterable[Shape], results: Iterable[Shape] = ()) -> OpShardingRule:

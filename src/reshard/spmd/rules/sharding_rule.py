@@ -126,8 +126,8 @@ class OpShardingRule(Interned):
                 self._check_known(factor)
                 if factors.count(factor) > 1:
                     raise SpecError(
-                        f"factor {self.names[factor]} is twice in {self._write_mapping(mapping)}; "
-                        "a factor is once in a tensor"
+                        f"factor {self.names[factor]} is twice in "
+                        f"{_write_mapping(mapping, self.names)}; a factor is once in a tensor"
                     )
             used.update(factors)
         for factor, name in enumerate(self.names):
@@ -272,25 +272,43 @@ class OpShardingRule(Interned):
             names=tuple(sizes),
         )
 
-    def _write_mapping(self, mapping: Mapping) -> str:
-        dims = ("".join(self.names[factor] for factor in dim) or "1" for dim in mapping)
-        return f"[{', '.join(dims)}]"
-
     def __str__(self) -> str:
-        operands = ", ".join(map(self._write_mapping, self.operands))
-        results = ", ".join(map(self._write_mapping, self.results))
-        sizes = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
-        text = f"({operands}) -> ({results}) {{{sizes}}}"
-        suffix = "" if self.reduction_operator == "sum" else f":{self.reduction_operator}"
-        for kind in _KINDS:
-            factors = getattr(self, kind)
-            if factors:
-                after = suffix if kind == "reduction" else ""
-                text += f" {kind}={{{', '.join(self.names[f] + after for f in factors)}}}"
-        return text
+        # A rule without factors has braces too, which tell it from a template.
+        text = write_rule(self, self.names)
+        return text if self.sizes else f"{text} {{}}"
 
     def __repr__(self) -> str:
         return f"OpShardingRule({str(self)!r})"
+
+
+def write_rule(rule: Any, names: Sequence[str], more: str = "") -> str:
+    """Return the text of a rule, or of a template, whose sizes may be None.
+
+    Args:
+        rule: an `OpShardingRule` or a `Template`.
+        names: of its factors.
+        more: text after the operands.
+    """
+    operands, results = (
+        ", ".join(_write_mapping(mapping, names) for mapping in mappings)
+        for mappings in (rule.operands, rule.results)
+    )
+    text = f"({operands}{more}) -> ({results})"
+    sizes = [f"{n}={s}" for n, s in zip(names, rule.sizes, strict=True) if s is not None]
+    if sizes:
+        text += f" {{{', '.join(sizes)}}}"
+    suffix = "" if rule.reduction_operator == "sum" else f":{rule.reduction_operator}"
+    for kind in _KINDS:
+        factors = getattr(rule, kind)
+        if factors:
+            after = suffix if kind == "reduction" else ""
+            text += f" {kind}={{{', '.join(names[factor] + after for factor in factors)}}}"
+    return text
+
+
+def _write_mapping(mapping: Mapping, names: Sequence[str]) -> str:
+    dims = ("".join(names[factor] for factor in dim) or "1" for dim in mapping)
+    return f"[{', '.join(dims)}]"
 
 
 def _write_mappings(tensors: Iterable[Iterable[Iterable[int]]]) -> tuple[Mapping, ...]:

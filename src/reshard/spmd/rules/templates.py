@@ -10,16 +10,21 @@ the operands' shapes. The names of the templates are those of nabla's sharding m
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 
-from reshard._validation import check_type
+from reshard._validation import check_int, check_ints, check_type
 from reshard.errors import NotationError, SpecError
 from reshard.layout import REDUCTIONS
-from reshard.spmd.rules.sharding_rule import FACTOR_NAME, Mapping, OpShardingRule, factor_names
+from reshard.spmd.rules.sharding_rule import (
+    FACTOR_NAME,
+    Mapping,
+    OpShardingRule,
+    factor_names,
+    write_rule,
+)
 
 Shape = tuple[int, ...]
 
@@ -129,7 +134,7 @@ class Template:
                 f"{len(shapes)} shapes for {self}; give one for each of its "
                 f"{len(self.operands)} operands"
             )
-        shapes = tuple(_check_whole_numbers(shape, "shape") for shape in shapes)
+        shapes = tuple(check_ints(shape, "shape", SpecError) for shape in shapes)
         names = factor_names(len(self.sizes))
         sizes = list(self.sizes)
         for number, (shape, mapping) in enumerate(zip(shapes, operands, strict=True)):
@@ -163,49 +168,11 @@ class Template:
 
     def __str__(self) -> str:
         names = factor_names(len(self.sizes))
-
-        def text(mappings: Iterable[Mapping]) -> str:
-            return ", ".join(
-                f"[{', '.join(''.join(names[f] for f in dim) or '1' for dim in mapping)}]"
-                for mapping in mappings
-            )
-
-        suffix = "" if self.reduction_operator == "sum" else f":{self.reduction_operator}"
-        known = ", ".join(
-            f"{n}={s}" for n, s in zip(names, self.sizes, strict=True) if s is not None
-        )
-        kinds = "".join(
-            f" {kind}={{{', '.join(names[factor] + after for factor in factors)}}}"
-            for kind, factors, after in (
-                ("reduction", self.reduction, suffix),
-                ("need_replication", self.need_replication, ""),
-                ("permutation", self.permutation, ""),
-                ("blocked", self.blocked, ""),
-            )
-            if factors
-        )
-        more = ", ..." if self.repeats else ""
-        sizes = f" {{{known}}}" if known else ""
-        return f"({text(self.operands)}{more}) -> ({text(self.results)}){sizes}{kinds}"
+        return write_rule(self, names, ", ..." if self.repeats else "")
 
 
 def _as_plain(factors: Iterable[int]) -> Mapping:
     return tuple((factor,) for factor in factors)
-
-
-def _check_count(count: object, said: str) -> None:
-    # A bool is an int in Python, but it is not a number of dimensions.
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise SpecError(f"{said}; a whole number, 0 or more, was expected")
-
-
-def _check_whole_numbers(values: object, what: str) -> tuple[int, ...]:
-    """Return sizes or axes as a tuple. Raises SpecError for other values."""
-    is_iterable = isinstance(values, Iterable) and not isinstance(values, str)
-    found = tuple(values) if is_iterable and isinstance(values, Iterable) else (None,)
-    if not all(hasattr(one, "__index__") for one in found):
-        raise SpecError(f"{what} {values!r}; whole numbers were expected, as in (4, 8)")
-    return tuple(operator.index(one) for one in found)
 
 
 def matmul_template(batch_dims: int = 0) -> Template:
@@ -214,7 +181,7 @@ def matmul_template(batch_dims: int = 0) -> Template:
     >>> print(matmul_template(0))
     ([i, k], [k, j]) -> ([i, j]) reduction={k}
     """
-    _check_count(batch_dims, f"{batch_dims!r} batch dimensions")
+    check_int(batch_dims, "number of batch dimensions", SpecError)
     batch = range(batch_dims)
     # The reduced factor comes last: factors of the result win ties of propagation.
     rows, columns, inner = batch_dims, batch_dims + 1, batch_dims + 2
@@ -232,7 +199,7 @@ def elementwise_template(rank: int) -> Template:
     >>> print(elementwise_template(2).rule((4, 8), (4, 8)))
     ([i, j], [i, j]) -> ([i, j]) {i=4, j=8}
     """
-    _check_count(rank, f"rank {rank!r}")
+    check_int(rank, "rank", SpecError)
     mapping = _as_plain(range(rank))
     return Template((mapping,), (mapping,), (None,) * rank, repeats=True)
 
@@ -251,7 +218,7 @@ def reduce_template(
     >>> print(reduce_template(2, [0], keepdims=True).rule((4, 8)))
     ([i, j]) -> ([k, j]) {i=4, j=8, k=1} reduction={i}
     """
-    _check_count(rank, f"rank {rank!r}")
+    check_int(rank, "rank", SpecError)
     reduced = dimensions(rank, reduce_dims)
     if reduction_operator not in REDUCTIONS:
         raise SpecError(
@@ -275,8 +242,8 @@ def transpose_template(rank: int, perm: Sequence[int]) -> Template:
     >>> print(transpose_template(3, (2, 0, 1)).rule((4, 8, 2)))
     ([j, k, i]) -> ([i, j, k]) {i=2, j=4, k=8}
     """
-    _check_count(rank, f"rank {rank!r}")
-    given = _check_whole_numbers(perm, "permutation")
+    check_int(rank, "rank", SpecError)
+    given = check_ints(perm, "permutation", SpecError, None)
     axes = tuple(axis + rank if axis < 0 else axis for axis in given)
     if sorted(axes) != list(range(rank)):
         raise SpecError(f"permutation {given} of {rank} dimensions; name each of them once")
@@ -291,7 +258,7 @@ def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[
     >>> print(broadcast_with_shapes_template((1, 8), (4, 3, 8)).rule((1, 8)))
     ([j, l]) -> ([i, k, l]) {i=4, j=1, k=3, l=8} need_replication={j}
     """
-    in_shape, out_shape = (_check_whole_numbers(one, "shape") for one in (in_shape, out_shape))
+    in_shape, out_shape = (check_ints(one, "shape", SpecError) for one in (in_shape, out_shape))
     missing = len(out_shape) - len(in_shape)
     operand: list[int] = []
     result: list[int] = []
@@ -332,7 +299,7 @@ def reshape_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Templ
     >>> print(reshape_template((6, 4), (8, 3)).rule((6, 4)))
     ([ij, l]) -> ([ik, m]) {i=2, j=3, k=4, l=4, m=3} need_replication={j, k, l, m}
     """
-    in_shape, out_shape = (_check_whole_numbers(one, "shape") for one in (in_shape, out_shape))
+    in_shape, out_shape = (check_ints(one, "shape", SpecError) for one in (in_shape, out_shape))
     operand, result, sizes = reshape_factors(in_shape, out_shape)
     of_operand = {factor for dim in operand for factor in dim}
     of_result = {factor for dim in result for factor in dim}

@@ -20,7 +20,7 @@ import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from reshard.errors import MeshError, ShardError, UsageError
@@ -99,20 +99,15 @@ def given_on(made: ArrayValue, result: ArrayType) -> ArrayValue:
 
 
 def make_run(
+    call: CompiledCall,
     operator: Operator,
-    functions: Sequence[Callable[..., Any]],
     movements: Sequence[Movement | None],
-    runs_with: Sequence[ShardingSpec | None],
-    types: Sequence[ArrayType | None],
-    made: tuple[ArrayType, ...],
-    results: tuple[ArrayType, ...],
-    is_single: bool,
     runner: Runner,
     wrap: type[ArrayValue],
-    shares_failure: bool,
 ) -> RunCall:
     """Return the function that runs a compiled operation; common cases have special functions."""
-    name = operator.name
+    name, functions, types, made = call.name, call.functions, call.operands, call.made
+    is_single, shares_failure = call.is_single, call.shares_failure
     result = made[0]
     new = wrap.__new__
     # If this process has no shards, there are no functions.
@@ -121,7 +116,7 @@ def make_run(
     arrays_only = all(one is not None for one in types)
     # A single result, one function for all ranks, only arrays as operands, and no failure that only
     # some ranks could have: elementwise operations on arrays of equal sharding, the most frequent.
-    is_plain = is_single and is_same and arrays_only and not shares_failure and made == results
+    is_plain = is_single and is_same and arrays_only and not shares_failure and made == call.results
     is_plain = is_plain and not any(movements) and not runner.is_abstract
     if is_plain and len(types) <= 2 and not may_view(operator, len(types)):
         if len(types) == 1:
@@ -155,7 +150,7 @@ def make_run(
     def run(*operands: Any) -> Any:
         columns = [
             take_column(operand, move, spec, count, runner)
-            for operand, move, spec in zip(operands, movements, runs_with, strict=True)
+            for operand, move, spec in zip(operands, movements, call.runs_with, strict=True)
         ]
         rows = compute(name, functions, columns, operands, runner, shares_failure)
         if is_single:
@@ -165,8 +160,8 @@ def make_run(
             for n, one in enumerate(made)
         )
 
-    if made != results:
-        return _give_on(run, results)
+    if made != call.results:
+        return _give_on(run, call.results)
     return _mark_views(run) if may_view(operator, len(types)) else run
 
 
@@ -215,12 +210,12 @@ class CompiledCall:
         runs_with: the shardings that the operator runs with; None for operands without a sharding.
         made: types of the results as the operator makes them.
         results: types of the final results; contributions may have been reduce-scattered.
-        run: the function that runs the operation on the operands.
         factors: operands that contributions are multiplied by. If any is infinite, contributions
             are combined first: `3 inf - 1 inf` is NaN, `2 inf` is not.
         functions: the functions that the ranks here compute.
         is_single: whether the functions return a single result, not a tuple of results.
         shares_failure: whether ranks exchange whether any of them failed.
+        run: the function that runs the operation on the operands.
     """
 
     name: str
@@ -230,11 +225,11 @@ class CompiledCall:
     runs_with: tuple[ShardingSpec | None, ...]
     made: tuple[ArrayType, ...]
     results: tuple[ArrayType, ...]
-    run: RunCall
-    factors: tuple[int, ...] = ()
-    functions: tuple[Callable[..., Any], ...] = ()
-    is_single: bool = True
-    shares_failure: bool = False
+    factors: tuple[int, ...]
+    functions: tuple[Callable[..., Any], ...]
+    is_single: bool
+    shares_failure: bool
+    run: RunCall = compute
 
     @property
     def looks_at_elements(self) -> bool:
@@ -530,7 +525,7 @@ def _compile(
         if found is None:
             return _compile(name, operands, attributes, options, runner, key, False)
         made_again = found.run(*operands)
-        if recorders:
+        if recorders.active:
             _notify(found, operands, made_again)
         return made_again
     # 4. Movements of operands, and the function that each rank computes.
@@ -559,7 +554,7 @@ def _compile(
     ]
     # 5. The first run, which determines the results' element types.
     shares_failure = operator.may_fail(work, runner.has_everyone(mesh))
-    if not shares_failure:
+    if not (shares_failure or runner.has_every_shard):
         check_types(operator, work, operands, runner)
     rows = compute(name, functions, columns, operands, runner, shares_failure)
     # 6. Types of the results. If they do not allow partial sums, it is compiled again without.
@@ -576,19 +571,6 @@ def _compile(
     results = tuple(one.with_spec(spec) for one, spec in zip(made, specs, strict=True))
     # 7. Cache the compiled operation for later calls.
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
-    run = make_run(
-        operator,
-        functions,
-        movements,
-        runs_with,
-        types,
-        made,
-        results,
-        is_single,
-        runner,
-        wrap,
-        shares_failure,
-    )
     done = CompiledCall(
         name,
         attributes,
@@ -597,12 +579,12 @@ def _compile(
         runs_with,
         made,
         results,
-        run,
         factors,
         tuple(functions),
         is_single,
         shares_failure,
     )
+    done = replace(done, run=make_run(done, operator, movements, runner, wrap))
     if len(runner.calls) >= MAX_CACHED:
         runner.calls.clear()
     runner.calls[key] = done
@@ -612,7 +594,7 @@ def _compile(
     )
     if may_view(operator, len(operands)):
         mark_views(operands, wrapped)
-    if recorders:
+    if recorders.active:
         _notify(done, operands, wrapped)
     return wrapped[0] if is_single else wrapped
 
