@@ -237,6 +237,7 @@ def _make_numbers(
         return np.asarray((words >> np.uint64(64 - digits)) * 2.0**-digits, dtype.numpy)
     # Normal numbers, by Box and Muller, from two uniform numbers, the first of which is above 0.
     low, turn = ((words >> np.uint64(11)) * 2.0**-53).reshape(-1, 2).T
+    # The logarithm is finite, since uniform numbers are below 1.
     found = np.sqrt(-2 * np.log1p(-low)) * np.cos(2 * math.pi * turn)
     return np.asarray(found, dtype.numpy)
 

@@ -174,6 +174,7 @@ def widened_functions(operator: Operator, work: LocalWork) -> list[Function]:
         },
     )
 
+    # Typed, since 1, 1.0 and True are equal as keys, but promote differently.
     @lru_cache(typed=True)
     def find_types(*numbers: Any) -> tuple[DType, ...]:
         return find_result_types(operator, work, numbers, 1)[0]
@@ -271,6 +272,7 @@ def compute_few(
         else work.library.array(_make_elements(one, operator), None if is_numpy else one.dtype)
         for one in few
     ]
+    # These elements are not the program's, so warnings about them would mislead.
     with np.errstate(all="ignore"):
         found = function(*arrays)
     is_single = not isinstance(found, tuple | list)

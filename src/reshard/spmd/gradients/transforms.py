@@ -162,12 +162,8 @@ def vjp_in_two(
     >>> slope.to_dense().tolist(), rest().to_dense().tolist()
     ([3.0], [5.0])
     """
-    tape = Tape()
-    given = replaced([parameters, inputs], lambda leaf: as_parameter(leaf, "vjp"))
+    tape, given = _watch([parameters, inputs], "vjp")
     towards = [leaf for _, leaf in leaves(given[1]) if leaf is not None]
-    for _, leaf in leaves(given):
-        if leaf is not None:
-            tape.watch(leaf)
     with recording(tape):
         value = function(given[0]) if inputs is None else function(*given)
 
@@ -229,15 +225,21 @@ def as_parameter(leaf: Any, asked: str) -> Any:
     return call("identity", (found,))
 
 
+def _watch(tree: Any, asked: str) -> tuple[Tape, Any]:
+    """Return a tape that watches the arrays of a tree, and the tree with these arrays."""
+    tape = Tape()
+    given = replaced(tree, lambda leaf: as_parameter(leaf, asked))
+    for _, leaf in leaves(given):
+        if leaf is not None:
+            tape.watch(leaf)
+    return tape, given
+
+
 def _run(
     function: Function, primals: Sequence[Any], has_aux: bool, asked: str
 ) -> tuple[Any, Any, Function]:
     """Return a function's value, its auxiliary output, and its pullback."""
-    tape = Tape()
-    given = replaced(list(primals), lambda leaf: as_parameter(leaf, asked))
-    for _, leaf in leaves(given):
-        if leaf is not None:
-            tape.watch(leaf)
+    tape, given = _watch(list(primals), asked)
     with recording(tape):
         value = function(*given)
     aux = None

@@ -562,15 +562,20 @@ def pull_by_scores(
     """
     if not is_watched((*arrays, g)):
         return None
-    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "factor": scale}
-
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        return attend_by_scores(q, k, v, None, **options)
-
+    attend = _by_scores(is_causal=is_causal, window=window, scale=scale)
     # Found by name, because it depends on this module.
     _, pullback = namespace.find("vjp")(attend, *arrays)
     found: tuple[Any, ...] = pullback(g)
     return found
+
+
+def _by_scores(*, is_causal: bool, window: int | None, scale: float) -> Function:
+    """Return attention as a function of queries, keys and values, with an array of scores."""
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return attend_by_scores(q, k, v, None, is_causal=is_causal, window=window, factor=scale)
+
+    return attend
 
 
 networks.register(
@@ -740,11 +745,7 @@ def _back_by_blocks(kernel: Attention) -> Function:
 
 def _pull_attention_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
     """Pull back through the gradient by scores, if a traced function with it is differentiated."""
-    attributes = {name: step.attributes[name] for name in ("is_causal", "window")}
-    factor = step.attributes["scale"]
-
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        return attend_by_scores(q, k, v, None, factor=factor, **attributes)
+    attend = _by_scores(**{one: step.attributes[one] for one in ("is_causal", "window", "scale")})
 
     def pull_back(q: Any, k: Any, v: Any, g: Any) -> Any:
         return namespace.find("vjp")(attend, q, k, v)[1](g)

@@ -52,6 +52,7 @@ def astype(x: Any, dtype: object, /, *, copy: object = True, device: object = No
     """
     check_device(device, x)
     wanted = as_dtype(dtype)
+    # Equal element types are the same object.
     if wanted is x.dtype:
         return x
     kinds = (kind_of(x.dtype), kind_of(wanted))

@@ -322,6 +322,7 @@ bitwise_xor: Function = _binary("bitwise_xor", "Bitwise exclusive or.")
 
 
 def _pull_copysign(g: Any, x: Any, y: Any, r: Any) -> Any:
+    # By sign bits, since 0.0 and -0.0 are equal.
     return where(equal(signbit(x), signbit(r)), g, -g)
 
 

@@ -91,6 +91,7 @@ def _take_kernel(work: LocalWork) -> Function | list[Function]:
     look_up, axis = work.library.namespace.take, work.attributes["axis"]
 
     def whole(x: Any, indices: Any) -> Any:
+        # The array API defines `take` for indices of one dimension only.
         found = look_up(x, indices.reshape(-1), axis=axis)
         return found.reshape(x.shape[:axis] + indices.shape + x.shape[axis + 1 :])
 
@@ -117,7 +118,8 @@ def _look_up_own_rows(
             shape = indices.shape if is_along else None
             rest = x.shape[:axis] + indices.shape + x.shape[axis + 1 :]
             return library.linked(library.filled(rest if shape is None else shape, 0, x), x)
-        # Indices of other ranks' rows look up the first row, which is then replaced by 0.
+        # Indices of other ranks' rows look up the first row, which is then replaced by 0. Zeros are
+        # made from the indices, for their type and device.
         found = whole(x, space.where(own, indices - start, 0 * indices))
         if not is_along:
             # Reshaped to broadcast over the dimensions around the axis, as in the result.

@@ -31,20 +31,12 @@ from reshard.spmd.core.operator import (
     ship,
 )
 from reshard.spmd.core.result_types import kind_of, of_first
-from reshard.spmd.ops import data_types, elementwise, reductions
+from reshard.spmd.ops import data_types, elementwise, movement, reductions
 from reshard.spmd.ops.arguments import as_whole, of_arrays
 from reshard.spmd.ops.data_types import in_wide_types
 from reshard.spmd.ops.elementwise import operands, where, whole
 from reshard.spmd.ops.filling import tril, triu
-from reshard.spmd.ops.movement import (
-    broadcast_to,
-    expand_dims,
-    matrix_transpose,
-    pad,
-    reshape,
-    roll,
-    summed_to,
-)
+from reshard.spmd.ops.movement import matrix_transpose
 from reshard.spmd.ops.products import matmul, outer, tensordot, vecdot
 from reshard.spmd.rules import rule_builder as rules
 from reshard.spmd.rules.rule_builder import Inferred, Shape, kept
@@ -118,8 +110,8 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     if x1.shape[axis] != 3 or x2.shape[axis] != 3:
         raise SpecError(f"cross of shapes {list(x1.shape)}, {list(x2.shape)}: axis {axis} is not 3")
     # a x b = (a1 b2 - a2 b1, ...): component i is a[i + 1] b[i + 2] - a[i + 2] b[i + 1].
-    one = elementwise.multiply(roll(x1, -1, axis=axis), roll(x2, -2, axis=axis))
-    other = elementwise.multiply(roll(x1, -2, axis=axis), roll(x2, -1, axis=axis))
+    one = elementwise.multiply(movement.roll(x1, -1, axis=axis), movement.roll(x2, -2, axis=axis))
+    other = elementwise.multiply(movement.roll(x1, -2, axis=axis), movement.roll(x2, -1, axis=axis))
     return elementwise.subtract(one, other)
 
 
@@ -203,9 +195,9 @@ def _pull_diagonal(step: TapeStep, g: Any, number: int) -> Any:
 def _spread_diagonal(x: Any, rows: int, columns: int, offset: int = 0) -> Any:
     """Return matrices with these diagonals, and zeros elsewhere."""
     first = max(-offset, 0)
-    line = pad(x, [(0, 0)] * (x.ndim - 1) + [(first, rows - first - x.shape[-1])])
+    line = movement.pad(x, [(0, 0)] * (x.ndim - 1) + [(first, rows - first - x.shape[-1])])
     at = np.eye(rows, columns, k=offset, dtype=bool)
-    return where(whole(x, at), expand_dims(line, axis=-1), 0.0)
+    return where(whole(x, at), movement.expand_dims(line, axis=-1), 0.0)
 
 
 register(
@@ -325,7 +317,7 @@ def _pull_determinant(step: TapeStep, g: Any, number: int) -> Any:
 
 def _numbers(g: Any) -> Any:
     """Return a number for each matrix, as matrices of a single element."""
-    return expand_dims(expand_dims(g, axis=-1), axis=-1)
+    return movement.expand_dims(movement.expand_dims(g, axis=-1), axis=-1)
 
 
 register_factorisation(
@@ -360,7 +352,7 @@ def _pull_eigh(step: TapeStep, g: Any, number: int) -> Any:
 
 def _invert_differences(values: Any) -> Any:
     """Return `1 / (v[j] - v[i])` for each pair, and 0 on the diagonal."""
-    apart = expand_dims(values, axis=-2) - expand_dims(values, axis=-1)
+    apart = movement.expand_dims(values, axis=-2) - movement.expand_dims(values, axis=-1)
     same = whole(values, np.eye(values.shape[-1], dtype=bool))
     return where(same, 0.0, 1.0 / where(same, 1.0, apart))
 
@@ -386,7 +378,7 @@ def eigvalsh(x: Any, /) -> Any:
 
 def _pull_eigenvalues(step: TapeStep, g: Any, number: int) -> Any:
     vectors = eigh(step.operands[0]).eigenvectors
-    return matmul(vectors * expand_dims(g, axis=-2), _t(vectors))
+    return matmul(vectors * movement.expand_dims(g, axis=-2), _t(vectors))
 
 
 register_factorisation(
@@ -430,7 +422,7 @@ def pinv(x: Any, /, *, rtol: float | None = None) -> Any:
     kept = elementwise.greater(s, cutoff)
     inverse = elementwise.where(kept, elementwise.divide(1.0, elementwise.where(kept, s, 1.0)), 0.0)
     v = elementwise.conj(matrix_transpose(vh))
-    scaled = elementwise.multiply(v, expand_dims(inverse, axis=-2))
+    scaled = elementwise.multiply(v, movement.expand_dims(inverse, axis=-2))
     return matmul(scaled, elementwise.conj(matrix_transpose(u)))
 
 
@@ -445,7 +437,7 @@ def _find_cutoff(x: Any, s: Any, rtol: Any) -> Any:
         raise UsageError(f"rtol {rtol!r}; a number, or an array of them, was expected")
     if not isinstance(relative, int | float) and relative.ndim:
         # A tolerance per matrix, which broadcasts against its singular values.
-        relative = expand_dims(relative, axis=-1)
+        relative = movement.expand_dims(relative, axis=-1)
     return elementwise.multiply(largest, relative)
 
 
@@ -549,8 +541,8 @@ def _pull_solve(step: TapeStep, g: Any, number: int) -> Any:
     if number == 1:
         return of_right
     if b.ndim == 1:
-        of_right, x = expand_dims(of_right, axis=-1), expand_dims(x, axis=-1)
-    return summed_to(-matmul(of_right, _t(x)), a.shape)
+        of_right, x = movement.expand_dims(of_right, axis=-1), movement.expand_dims(x, axis=-1)
+    return movement.summed_to(-matmul(of_right, _t(x)), a.shape)
 
 
 def of_systems(leading_term: Callable[[int, int], float]) -> Work:
@@ -619,7 +611,7 @@ def _pull_svd(step: TapeStep, g: Any, number: int) -> Any:
     v, of_v = _t(vh), _t(of_vh)
     left = f * (matmul(_t(u), of_u) - matmul(_t(of_u), u))
     right = f * (matmul(_t(v), of_v) - matmul(_t(of_v), v))
-    across, down = expand_dims(s, axis=-2), expand_dims(s, axis=-1)
+    across, down = movement.expand_dims(s, axis=-2), movement.expand_dims(s, axis=-1)
     inner = left * across + down * right + _spread_diagonal(of_s, size, size)
     found = matmul(matmul(u, inner), vh)
     # The components of the vectors' cotangents outside the space that the vectors span.
@@ -653,7 +645,7 @@ def svdvals(x: Any, /) -> Any:
 
 def _pull_singular_values(step: TapeStep, g: Any, number: int) -> Any:
     u, _, vh = svd(step.operands[0], full_matrices=False)
-    return matmul(u * expand_dims(g, axis=-2), vh)
+    return matmul(u * movement.expand_dims(g, axis=-2), vh)
 
 
 register_factorisation(
@@ -682,7 +674,7 @@ def matrix_power(x: Any, n: int, /) -> Any:
     if n < 0:
         return matrix_power(inv(x), -n)
     if n == 0:
-        return broadcast_to(whole(x, np.eye(x.shape[-1], dtype=x.dtype.numpy)), x.shape)
+        return movement.broadcast_to(whole(x, np.eye(x.shape[-1], dtype=x.dtype.numpy)), x.shape)
     found = x
     # Squares, from the second binary digit on; a digit of 1 multiplies once more.
     for digit in bin(n)[3:]:
@@ -710,7 +702,7 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
         choose = {2: reductions.max, -2: reductions.min, "nuc": reductions.sum}[ord]
         found = choose(s, axis=-1)
         if keepdims:
-            found = reshape(found, (*found.shape, 1, 1))
+            found = movement.reshape(found, (*found.shape, 1, 1))
     else:
         raise UsageError(f"matrix_norm of order {ord!r}; it is 'fro', 'nuc', 1, 2, inf or -these")
     return found

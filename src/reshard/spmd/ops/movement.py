@@ -259,6 +259,7 @@ def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
     if len(come) != len(go) or len(set(come)) != len(come) or len(set(go)) != len(go):
         raise SpecError(f"axes {come} to {go}; give as many places as axes, each once")
     order = [dim for dim in range(x.ndim) if dim not in come]
+    # In increasing order, so that no insertion shifts an earlier axis.
     for place, dim in sorted(zip(go, come, strict=True)):
         order.insert(place, dim)
     return permute_dims(x, order)

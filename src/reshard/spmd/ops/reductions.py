@@ -48,19 +48,11 @@ from reshard.spmd.core.local_work import (
 )
 from reshard.spmd.core.operator import Infer, TapeStep, operators, ship
 from reshard.spmd.core.result_types import boolean, index, kind_of, of_first, promoted, total
-from reshard.spmd.ops import data_types, elementwise
+from reshard.spmd.ops import data_types, elementwise, movement
 from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops.arguments import of_arrays
 from reshard.spmd.ops.data_types import astype, widen
 from reshard.spmd.ops.elementwise import add, multiply, where, whole
-from reshard.spmd.ops.movement import (
-    broadcast_to,
-    expand_dims,
-    flip,
-    moveaxis,
-    reshape,
-    take_ranges,
-)
 from reshard.spmd.rules import rule_builder as rules
 from reshard.spmd.rules.rule_builder import Axes, Inferred, Shape
 from reshard.spmd.rules.templates import reduce_template
@@ -110,14 +102,14 @@ def _make_reduction(reduction: str, *, adjusted: bool = False) -> Infer:
 
 
 def _pull_sum(step: TapeStep, g: Any, number: int) -> Any:
-    return broadcast_to(_keep_dims(step, g), step.operands[0].shape)
+    return movement.broadcast_to(_keep_dims(step, g), step.operands[0].shape)
 
 
 def _keep_dims(step: TapeStep, reduced: Any) -> Any:
     """Return a total, or its cotangent, with dimensions of size 1 in place of the reduced."""
     shape = step.operands[0].shape
     axes = rules.axes_of(len(shape), step.attributes["axis"])
-    return reshape(reduced, [1 if dim in axes else size for dim, size in enumerate(shape)])
+    return movement.reshape(reduced, [1 if dim in axes else size for dim, size in enumerate(shape)])
 
 
 register("sum", _make_reduction("sum"), linear="each", result_types=total, pullback=_pull_sum)
@@ -365,8 +357,8 @@ def _find_place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
     if axis is not None:
         return call(name, (x,), {"axis": rules.axis_of(x.ndim, axis), "keepdims": bool(keepdims)})
     # Without an axis, the result is the index in the flattened array, in row-major order.
-    found = call(name, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
-    return reshape(found, (1,) * x.ndim) if keepdims else found
+    found = call(name, (movement.reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
+    return movement.reshape(found, (1,) * x.ndim) if keepdims else found
 
 
 def whole_axes(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = False) -> Inferred:
@@ -492,16 +484,16 @@ _TOTALS = "totals of other parts are needed"
 def _pull_running_sum(step: TapeStep, g: Any, number: int) -> Any:
     axis, parts = step.attributes["axis"], step.attributes.get("parts")
     # The cotangents of all later positions are added up, from the end.
-    turned = flip(_without_initial(step, g), axis=axis)
+    turned = movement.flip(_without_initial(step, g), axis=axis)
     more = {} if parts is None else {"parts": tuple(reversed(parts))}
-    return flip(call("cumulative_sum", (turned,), {"axis": axis, **more}), axis=axis)
+    return movement.flip(call("cumulative_sum", (turned,), {"axis": axis, **more}), axis=axis)
 
 
 def _without_initial(step: TapeStep, g: Any) -> Any:
     axis = step.attributes["axis"]
     if not step.attributes.get("include_initial"):
         return g
-    return take_ranges(g, {axis: (1, g.shape[axis], 1)})
+    return movement.take_ranges(g, {axis: (1, g.shape[axis], 1)})
 
 
 register_cumulative(
@@ -530,19 +522,19 @@ def cumulative_prod(
 def _pull_running_product(step: TapeStep, g: Any, number: int) -> Any:
     (x,) = step.operands
     axis, size = step.attributes["axis"], step.operands[0].shape[step.attributes["axis"]]
-    g = moveaxis(_without_initial(step, g), axis, -1)
+    g = movement.moveaxis(_without_initial(step, g), axis, -1)
     # [..., i, j]: the factors except the i-th, their running products, those from the i-th on. This
     # avoids a division by a factor, which may be 0.
     ones = whole(x, np.eye(size, dtype=bool))
-    factors = where(ones, 1.0, expand_dims(moveaxis(x, axis, -1), axis=-2))
+    factors = where(ones, 1.0, movement.expand_dims(movement.moveaxis(x, axis, -1), axis=-2))
     places = np.arange(size)
     parts = step.attributes.get("parts")
     more = {} if parts is None else {"parts": parts}
     part_of = np.zeros(size, int) if parts is None else np.repeat(np.arange(len(parts)), parts)
     behind = (places[None, :] >= places[:, None]) & (part_of[None, :] == part_of[:, None])
     products = call("cumulative_prod", (factors,), {"axis": x.ndim, **more})
-    slopes = where(whole(x, behind), products, 0.0) * expand_dims(g, axis=-2)
-    return moveaxis(sum(slopes, axis=-1), -1, axis)
+    slopes = where(whole(x, behind), products, 0.0) * movement.expand_dims(g, axis=-2)
+    return movement.moveaxis(sum(slopes, axis=-1), -1, axis)
 
 
 register_cumulative(

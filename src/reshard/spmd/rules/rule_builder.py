@@ -111,6 +111,7 @@ def from_dims(
         for place, (dim, size) in enumerate(zip(dims, shape, strict=True)):
             if len(dim) == 1:
                 places.setdefault(dim[0], []).append((tensor, place, size))
+    # In the order in which they are first named: a dictionary keeps it, a set would not.
     used = dict.fromkeys(factor for dims in (*made, *tensors) for dim in dims for factor in dim)
     found: dict[Any, int] = {}
     for factor in dict.fromkeys((*(one for one in order if one in used), *used)):

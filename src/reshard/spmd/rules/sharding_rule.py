@@ -273,7 +273,7 @@ class OpShardingRule(Interned):
         )
 
     def __str__(self) -> str:
-        # A rule without factors has braces too, which tell it from a template.
+        # Unlike a template, a rule without factors has braces, too.
         text = write_rule(self, self.names)
         return text if self.sizes else f"{text} {{}}"
 
