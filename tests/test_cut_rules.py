@@ -121,7 +121,7 @@ def test_six_over_two_by_two() -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 6), counts)
-def test_strided_is_what_dtensor_splits(length: int, stride: int, parts: int) -> None:
+def test_strided_splits_as_dtensor_does(length: int, stride: int, parts: int) -> None:
     shards, _ = _StridedShard(0, split_factor=stride)._split_tensor(
         torch.arange(length), parts, with_padding=False
     )
@@ -382,7 +382,9 @@ def test_the_partitioned_shard_example_has_the_pieces_of_its_text() -> None:
         (lambda: Nested(((Ceil(), 2), (Sizes((2, 1)), 2))).table(5, 4), "length is 2"),
     ],
 )
-def test_a_rule_that_does_not_fit_says_why(refused: Callable[[], object], message: str) -> None:
+def test_errors_of_rules_that_do_not_fit_name_the_reason(
+    refused: Callable[[], object], message: str
+) -> None:
     with pytest.raises(RuleError, match=message):
         refused()
 
@@ -422,7 +424,9 @@ def test_a_rule_that_does_not_fit_says_why(refused: Callable[[], object], messag
         (lambda: BlockCyclic(2, 0.5), r"first part 0\.5"),
     ],
 )
-def test_the_numbers_of_a_rule_are_whole_ones(refused: Callable[[], object], message: str) -> None:
+def test_the_numbers_of_a_rule_are_whole_numbers(
+    refused: Callable[[], object], message: str
+) -> None:
     with pytest.raises(RuleError, match=message):
         refused()
 
@@ -529,13 +533,13 @@ def test_a_text_means_its_rule(text: str, rule: CutRule) -> None:
         ("balanced@stride2", "'stride2' in 'balanced@stride2' cannot wrap another rule"),
     ],
 )
-def test_a_text_that_is_no_rule_says_what_to_write(text: str, message: str) -> None:
+def test_errors_of_unreadable_rules_show_their_form(text: str, message: str) -> None:
     with pytest.raises(NotationError, match=message):
         parse_rule(text)
 
 
 @pytest.mark.parametrize("text", ["stride0", "sizes[-1,2]", "windows[4:2]", "unit0", "halo[-1,0]"])
-def test_numbers_that_cannot_be_are_the_rules_own_error(text: str) -> None:
+def test_invalid_numbers_are_errors_of_the_rule(text: str) -> None:
     with pytest.raises(RuleError):
         parse_rule(text)
 

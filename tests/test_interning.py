@@ -124,7 +124,7 @@ def test_many_threads_get_one_object() -> None:
     assert len(set(map(id, found))) == 38
 
 
-def test_what_nobody_uses_is_let_go() -> None:
+def test_unused_values_are_freed() -> None:
     mesh = DeviceMesh.of(only_here=3)
     reference = weakref.ref(mesh)
     del mesh

@@ -40,7 +40,7 @@ def test_local_shapes_and_sizes_are_those_of_the_contents(pair: LayoutAndContent
 
 
 @given(layouts_of_some_shape())
-def test_boxes_are_what_a_slot_owns(pair: LayoutAndContents) -> None:
+def test_boxes_have_the_elements_that_a_slot_owns(pair: LayoutAndContents) -> None:
     layout, held = pair
     numbers = np.arange(math.prod(layout.shape)).reshape(layout.shape)
     for slot in layout.holders:
@@ -200,7 +200,7 @@ ROWS = RunTable(4, 2, [(0, 0, 2, 0), (1, 2, 2, 0)])
         (lambda: Layout.from_boxes((4,), [3]), "3 is not a rank and a box"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(refused: Callable[[], object], message: str) -> None:
+def test_invalid_layouts_are_refused(refused: Callable[[], object], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         refused()
 
@@ -239,7 +239,7 @@ def test_a_layout_that_cannot_be_is_refused(refused: Callable[[], object], messa
         (lambda: FileRange("model", -1), "start_bytes -1 must not be negative"),
     ],
 )
-def test_the_numbers_of_a_layout_are_whole_ones(
+def test_the_numbers_of_a_layout_are_whole_numbers(
     refused: Callable[[], object], message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
@@ -296,7 +296,7 @@ def test_a_binding_gives_addresses_and_views() -> None:
         (lambda: Binding(LAYOUT, {}, {}).view(1), "rank 1 holds no part"),
     ],
 )
-def test_a_binding_that_cannot_be_is_refused(refused: Callable[[], object], message: str) -> None:
+def test_invalid_bindings_are_refused(refused: Callable[[], object], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         refused()
 
@@ -353,7 +353,7 @@ def test_each_dimension_shows_its_parts_and_their_ranks() -> None:
     )
 
 
-def test_what_is_not_cut_is_whole() -> None:
+def test_dimensions_without_a_split_are_whole() -> None:
     assert text_of("-, -", 4, 4) == "4 x 4 on ranks 0-7\ndimension 0 whole\ndimension 1 whole"
     assert str(Layout.replicated((), 3)) == "scalar on ranks 0-2"
     assert str(Layout.replicated((0,), 1)) == "0 on rank 0\ndimension 0 whole"
@@ -380,7 +380,7 @@ def test_uneven_interleaved_and_padded_parts() -> None:
     assert "  nothing  ranks 3,7" in text_of("tp", 3)
 
 
-def test_a_partial_layout_says_who_carries_what() -> None:
+def test_the_text_of_a_partial_layout_lists_contributions() -> None:
     assert text_of("tp | sum(dp)", 4).splitlines()[-3:] == [
         "sum of 2 contributions",
         "  0  ranks 0-3",

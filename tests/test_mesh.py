@@ -86,7 +86,7 @@ def test_groups_keep_the_order_of_the_mesh_not_of_the_ranks() -> None:
 
 
 @given(st.data())
-def test_what_remains_is_the_rest_of_the_mesh(data: st.DataObject) -> None:
+def test_remaining_axes_are_the_rest_of_the_mesh(data: st.DataObject) -> None:
     mesh = data.draw(meshes())
     axes = data.draw(axis_parts(mesh))
     chosen = axes[: data.draw(st.integers(0, len(axes)))]
@@ -174,7 +174,7 @@ def test_a_mesh_prints_its_axes_and_an_unusual_order() -> None:
         (lambda: DeviceMesh.parse("x=2,x=3"), MeshError, r"\['x', 'x'\]"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused(
+def test_invalid_meshes_are_refused(
     refused: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -21,7 +21,7 @@ MESH = DeviceMesh.of(x=8, y=2)
 
 
 @given(specs_with_shapes())
-def test_a_layout_holds_what_each_device_should(pair: tuple[ShardingSpec, Shape]) -> None:
+def test_a_layout_has_the_elements_of_each_device(pair: tuple[ShardingSpec, Shape]) -> None:
     spec, shape = pair
     layout, held = spec.layout(shape), contents_of_spec(spec, shape)
     assert layout.holders == tuple(sorted(held.elements))
@@ -95,7 +95,7 @@ def test_the_minor_half_first_is_another_sharding() -> None:
     assert ShardingSpec(MESH, [["x:(4)2", "x:(1)4"]]) is not ShardingSpec(MESH, [["x"]])
 
 
-def test_the_order_of_replicated_axes_says_nothing() -> None:
+def test_the_order_of_replicated_axes_is_irrelevant() -> None:
     assert ShardingSpec(MESH, [[]], ["y", "x"]) is ShardingSpec(MESH, [[]], ["x", "y"])
     assert ShardingSpec(MESH, [[]], ["x:(4)2", "x:(1)4"]) is ShardingSpec(MESH, [[]], ["x"])
 
@@ -119,7 +119,7 @@ def test_spellings_of_the_same_coordinates_are_one_sharding() -> None:
     assert ShardingSpec(MESH, [["x"]], only={"y": [1, 0]}) is ShardingSpec(MESH, [["x"]])
 
 
-def test_the_reduction_of_no_axes_says_nothing() -> None:
+def test_the_reduction_without_partial_axes_is_irrelevant() -> None:
     assert ShardingSpec(MESH, [["x"]], reduction="max") is ShardingSpec(MESH, [["x"]])
 
 
@@ -211,7 +211,7 @@ def test_names_are_as_good_as_levels() -> None:
         (lambda: ShardingSpec(MESH, [["x"]]).layout((-1,)), LayoutError, "-1"),
     ],
 )
-def test_a_sharding_that_cannot_be_is_refused(
+def test_invalid_shardings_are_refused(
     refused: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -332,9 +332,7 @@ def test_a_text_means_its_sharding(
         ("tp | only(pp=0,1,2)", {}, "tp"),
     ],
 )
-def test_a_text_says_where_alone_something_is(
-    text: str, only: dict[str, list[int]], written: str
-) -> None:
+def test_a_text_restricts_coordinates(text: str, only: dict[str, list[int]], written: str) -> None:
     spec = reshard.spec(MESH_3D, text)
     assert spec is ShardingSpec(MESH_3D, [["tp"]], only=only)
     assert str(spec) == written

@@ -98,7 +98,7 @@ def test_large_sizes_are_counted_exactly() -> None:
         (([0], [6], [1]), LayoutError, "rank 6 of a topology over ranks 0 to 5"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_values_are_refused(
     columns: tuple[list[int], list[int], list[int]], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -145,7 +145,7 @@ def test_a_group_is_of_different_ranks(ranks: list[int]) -> None:
         collective_cost("all-reduce", ranks, 1, TWO_HOSTS)
 
 
-def test_what_is_not_there_is_refused() -> None:
+def test_missing_ranks_and_links_are_refused() -> None:
     with pytest.raises(LayoutError, match="rank 8 "):
         collective_cost("all-reduce", [8], 1, TWO_HOSTS)
     with pytest.raises(LayoutError, match="no between_hosts link"):
@@ -255,7 +255,7 @@ def test_a_call_and_steps_are_added() -> None:
     assert "copies" in str(moved.estimate(topology(ONE))).splitlines()[0]
 
 
-def test_jobs_count_what_plans_count() -> None:
+def test_jobs_and_plans_have_equal_estimates() -> None:
     layouts = [reshard.spec(MESH, text).layout((8, 8)) for text in ("x y, -", "-, x y")]
     kind = reshard.plan(*layouts, "int8").dtype
     assert kind is not None
@@ -286,7 +286,7 @@ def test_all_to_alls_take_their_link_where_it_is_known() -> None:
     ("before", "after"),
     [("-, x y", "-, -"), ("-, - | sum(x y)", "x y, -"), ("y, - | sum(x)", "y, x")],
 )
-def test_collectives_on_gloo_cost_what_the_exchange_costs(before: str, after: str) -> None:
+def test_collectives_on_gloo_cost_as_much_as_the_exchange(before: str, after: str) -> None:
     ends = reshard.spec(MESH, before), reshard.spec(MESH, after)
     # Also where a link of their kind is known, of another library.
     kinds = (("reduce-scatter", Link(1, 1)), ("all-gather", Link(1, 1)))
@@ -308,7 +308,7 @@ def test_a_last_slice_is_copied() -> None:
     assert program.estimate("int8", topology(Overhead())).seconds_s == 0
 
 
-def test_what_lies_apart_in_a_view_is_packed() -> None:
+def test_scattered_elements_of_a_view_are_packed() -> None:
     # Slicing columns leaves a view; the permute behind it packs 4 x 4 bytes in 4 runs, or copies
     # them so where they stay.
     before, after = reshard.spec(MESH, "x, -"), reshard.spec(MESH, "y, x")
@@ -348,7 +348,7 @@ def test_copies_are_added_up_by_rank() -> None:
         (([0], [1], [1], [-1]), "a number below 0"),
     ],
 )
-def test_copies_that_cannot_be(columns: tuple[list[int], ...], message: str) -> None:
+def test_invalid_copies_are_refused(columns: tuple[list[int], ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         LocalCopies(*columns)  # type: ignore[arg-type]
 
@@ -364,6 +364,6 @@ def test_copies_that_cannot_be(columns: tuple[list[int], ...], message: str) -> 
         ({"collectives": (("permute", 1),)}, "1 is not a Link"),
     ],
 )
-def test_overheads_that_cannot_be(fields: dict[str, object], message: str) -> None:
+def test_invalid_overheads_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         Overhead(**fields)  # type: ignore[arg-type]

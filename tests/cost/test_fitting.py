@@ -99,7 +99,7 @@ def shared(messages: Link, copies: Link, combining: float, call_s: float) -> lis
     st.floats(1e9, 1e10), st.floats(1e-5, 1e-3), st.floats(1e9, 1e10), st.floats(1e-9, 1e-7),
     st.floats(1, 10), st.floats(1e-4, 1e-2),
 )  # fmt: skip
-def test_what_a_host_shares_is_found_again(
+def test_the_shared_links_of_a_host_are_fitted(
     bandwidth: float,
     latency_s: float,
     copying: float,
@@ -167,14 +167,14 @@ def test_kinds_of_collectives_have_links_of_their_own() -> None:
     assert found.within_host is None
 
 
-def test_a_step_is_what_it_adds_to_a_call() -> None:
+def test_a_step_costs_the_time_that_it_adds_to_a_call() -> None:
     steps = [Measurement("step", "step", seconds_s) for seconds_s in (3e-3, 5e-3, 4e-3)]
     assert fit(call(1e-3) + steps).overhead.step_s == pytest.approx(3e-3)
     # A step that seems to take less than nothing takes nothing.
     assert fit(call(9e-3) + steps).overhead.step_s == 0
 
 
-def test_nothing_measured_says_nothing() -> None:
+def test_without_measurements_nothing_is_fitted() -> None:
     found = fit([])
     assert (found.within_host, found.between_hosts, found.typical_error) == (None, None, 0.0)
     assert found.overhead.shared_messages is found.overhead.copies is None
@@ -224,6 +224,6 @@ def test_the_typical_error_is_the_median() -> None:
         (("call", "x", 1.0, -1), "a count below 0"),
     ],
 )
-def test_measurements_that_cannot_be(arguments: tuple[object, ...], message: str) -> None:
+def test_invalid_measurements_are_refused(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Measurement(*arguments)  # type: ignore[arg-type]

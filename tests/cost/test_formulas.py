@@ -96,7 +96,7 @@ def bruck_all_to_all(group: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("group", range(1, 20))
-def test_formulas_count_what_the_schedules_do(group: int) -> None:
+def test_formulas_count_the_messages_of_schedules(group: int) -> None:
     for kind in ("all-gather", "reduce-scatter"):
         for formula, schedule in zip(
             FORMULAS[kind].values(), (ring_all_gather, bruck_all_gather), strict=True
@@ -181,7 +181,7 @@ def test_libraries_have_every_kind_and_known_algorithms_only() -> None:
         ("permute", 2, math.inf, "any", "a permute of inf bytes"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_values_are_refused(
     kind: str, group: int, size_bytes: float, library: str, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):

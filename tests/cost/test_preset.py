@@ -49,7 +49,7 @@ def test_shipped_presets_load_and_give_their_sources(name: str) -> None:
         assert preset.topology(hosts=3).hosts == 3
 
 
-def test_what_they_say() -> None:
+def test_presets_have_their_numbers() -> None:
     h100 = load_preset("h100-8")
     assert (h100.ranks_per_host, h100.library) == (8, "nccl")
     assert h100.within_host.bandwidth_bytes_per_s == 450e9
@@ -100,7 +100,7 @@ def test_one_host_is_all_that_some_have() -> None:
         ("[within_host]", "[between_planets]", "unknown key 'between_planets'"),
     ],
 )
-def test_what_is_no_preset_is_refused(before: str, after: str, message: str) -> None:
+def test_invalid_presets_are_refused(before: str, after: str, message: str) -> None:
     assert before in CLUSTER
     with pytest.raises(LayoutError, match=message):
         read_preset(CLUSTER.replace(before, after).encode(), "f.toml")
@@ -162,7 +162,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
     ),
     texts,
 )
-def test_what_is_written_is_read_back(preset: Preset, comment: str) -> None:
+def test_written_texts_are_read_back(preset: Preset, comment: str) -> None:
     plain = "".join(letter if letter.isprintable() else " " for letter in comment)
     content = preset_text(preset, plain).encode()
     assert read_preset(content, "it") == preset
@@ -212,7 +212,7 @@ def test_an_overhead_may_be_given_in_part() -> None:
         ),
     ],
 )
-def test_overheads_that_cannot_be(text: str, error: type[ReshardError], message: str) -> None:
+def test_invalid_overheads_are_refused(text: str, error: type[ReshardError], message: str) -> None:
     with pytest.raises(error, match=message):
         read_preset((START + text).encode(), "it.toml")
 
@@ -245,7 +245,7 @@ def test_a_device_may_be_given_in_part() -> None:
         ),
     ],
 )
-def test_devices_that_cannot_be(text: str, message: str) -> None:
+def test_invalid_devices_are_refused(text: str, message: str) -> None:
     # A key stands above all tables.
     content = START + text if text.startswith("[") else text + START
     with pytest.raises(LayoutError, match=message):

@@ -107,7 +107,7 @@ def test_contributions_are_combined_in_their_order() -> None:
     assert {tuple(array.tolist()) for array in plan.run(shards).values()} == {(1.0,)}
 
 
-def test_overflow_and_what_is_no_number_pass_without_a_warning() -> None:
+def test_overflow_and_nan_give_no_warning() -> None:
     values = {0: [3e38, np.inf], 1: [3e38, -np.inf], 2: [0, 0]}
     plan = plan_of("- | sum(y)", "-", (2,))
     shards = contribution_shards(plan, lambda c: np.array(values[c], np.float32))

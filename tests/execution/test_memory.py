@@ -149,7 +149,9 @@ def test_a_scalar_that_is_no_array_cannot_be_written() -> None:
 
 
 @pytest.mark.parametrize("lazy", [lambda z: z.conj(), lambda z: z.conj().imag])
-def test_what_torch_computes_when_it_is_read_cannot_be_written(lazy: Callable[[Any], Any]) -> None:
+def test_tensors_that_torch_computes_on_reading_cannot_be_written(
+    lazy: Callable[[Any], Any],
+) -> None:
     layout = reshard.Layout.replicated((3,))
     target = lazy(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(ShardError, match="conjugate or negative"):
@@ -244,7 +246,7 @@ def test_torch_tensors_are_written_in_place() -> None:
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True, np.int64(0)])
-def test_a_number_of_threads_that_cannot_be_is_refused(threads: Any) -> None:
+def test_invalid_numbers_of_threads_are_refused(threads: Any) -> None:
     out = columns()
     with pytest.raises(UsageError, match="threads="):
         ROWS_TO_COLUMNS.run(rows(), out, threads)
@@ -372,7 +374,7 @@ def test_a_program_writes_to_given_arrays(
 
 @settings(max_examples=choose(18, 60))
 @given(st.data())
-def test_one_direct_copy_is_what_the_steps_are(data: st.DataObject) -> None:
+def test_a_direct_copy_has_the_result_of_the_steps(data: st.DataObject) -> None:
     texts = ["x, y", "y, x", "x y, -", "y x, -", "-, x y", "x, -", "-, y", "-, -", "-, y x"]
     before, after = (data.draw(st.sampled_from(texts)) for _ in range(2))
     shape = tuple(data.draw(st.tuples(*[st.integers(0, 13)] * 2)))
@@ -579,7 +581,7 @@ def test_where_they_are_quick_all_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 @ONLY_ON_LINUX
 @pytest.mark.usefixtures("arrays_of_4_mib_are_large")
 @pytest.mark.parametrize("module", ["numpy", "torch"])
-def test_memory_goes_with_the_last_array_that_shows_it(
+def test_memory_is_freed_with_the_last_array_that_uses_it(
     monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     mappings: list[weakref.ref[mmap.mmap]] = []
@@ -628,7 +630,7 @@ def test_systems_without_large_pages(monkeypatch: pytest.MonkeyPatch, lacking: s
     assert array.flags.owndata
 
 
-def test_what_no_memory_holds_is_a_memory_error() -> None:
+def test_arrays_larger_than_memory_are_a_memory_error() -> None:
     for shape in ((1 << 60,), (1 << 46,)):
         with pytest.raises(MemoryError):
             FreshMemory().array(shape, np.dtype(np.uint32))

@@ -164,7 +164,7 @@ def test_shared_runs(first: list[Run], second: list[Run], pairs: list[tuple[int,
 
 
 @given(runs_of_parts(), runs_of_parts())
-def test_what_parts_have(first: list[Run], second: list[Run]) -> None:
+def test_parts_have_bounds_repeats_and_common_indices(first: list[Run], second: list[Run]) -> None:
     held = [
         [set(range(a, b)) for of, a, b in runs if of == p] for runs in (first,) for p in range(4)
     ]

@@ -155,7 +155,7 @@ def even_ranges(shape: tuple[int, ...], ranks: int) -> Layout:
 
 
 @pytest.mark.parametrize("shape", [(8192, 28672), (64, 512, 1024)])
-def test_what_is_found_grows_with_the_routes(shape: tuple[int, ...]) -> None:
+def test_overlaps_grow_with_the_routes(shape: tuple[int, ...]) -> None:
     source, target = even_ranges(shape, 1499), even_ranges(shape, 1501)
     plan = LayoutChange(source, target)
     edges = {math.prod(shape) * i // n for n in (1499, 1501) for i in range(1, n)}
@@ -170,7 +170,7 @@ def test_what_is_found_grows_with_the_routes(shape: tuple[int, ...]) -> None:
     assert len(needs) == len(plan.transfers)
 
 
-def test_an_element_that_nobody_holds() -> None:
+def test_an_element_without_a_holder_is_an_error() -> None:
     source = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 15)})
     assert not find_holders(source).is_grid
     target = Layout.flat_ranges((4, 4), {0: (0, 3), 1: (3, 16)})

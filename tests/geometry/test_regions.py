@@ -95,7 +95,7 @@ def test_parts_of_a_split_cover_the_region_and_keep_the_limits(region, max_exten
 
 
 @given(st.data(), st.integers(1, 3))
-def test_what_was_split_is_coalesced(data, dims):
+def test_split_regions_are_coalesced(data, dims):
     whole = Region.dense((4, 3, 2)[:dims], "file", 5)
     parts = [whole]
     for _ in range(data.draw(st.integers(0, 3))):

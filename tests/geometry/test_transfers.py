@@ -44,7 +44,7 @@ def test_no_transfer_continues_another(movement: Movement) -> None:
 
 
 @given(movements())
-def test_what_is_cut_apart_is_joined_again(movement: Movement) -> None:
+def test_boxes_that_were_split_are_joined_again(movement: Movement) -> None:
     (source, _), (target, _) = movement
     plan = LayoutChange(source, target)
     transfers = plan.transfers

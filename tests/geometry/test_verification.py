@@ -364,7 +364,7 @@ def test_a_stale_halo_is_no_source() -> None:
         LayoutChange(stale, target).verify(wanted.transfers)
 
 
-def test_the_error_says_which_transfer_is_wrong() -> None:
+def test_the_error_names_the_wrong_transfer() -> None:
     plan = example("mesh transposed")
     wrong = changed(plan.transfers, 3, source_start=99)
     with pytest.raises(PlanError, match=r"transfer 3, \[.*\] from rank \d+ to rank \d+: the sour"):

@@ -37,14 +37,14 @@ def test_kept_elements_are_those_that_both_have(movement: Movement) -> None:
 
 
 @given(movements())
-def test_what_stays_is_on_the_diagonal(movement: Movement) -> None:
+def test_elements_that_stay_are_on_the_diagonal(movement: Movement) -> None:
     (source, _), (target, _) = movement
     plan = LayoutChange(source, target)
     stays = int(plan.overlap_elements().diagonal().sum())
     assert plan.needed_elements - stays == plan.lower_bound_elements == plan.moved_elements
 
 
-def test_what_a_slot_has_twice_is_kept_once() -> None:
+def test_elements_that_a_slot_holds_twice_count_once() -> None:
     box = reshard.Box((0,), (3,))
     source = Layout.from_boxes((3,), [(0, box), (0, box), (1, box)])
     plan = LayoutChange(source, Layout.replicated((3,), 2))

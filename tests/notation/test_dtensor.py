@@ -111,7 +111,7 @@ def cases(draw: st.DrawFn) -> tuple[DeviceMesh, Shape, list[dtensor.Placement]]:
 
 
 @given(cases())
-def test_every_rank_holds_what_torch_gives_it(
+def test_every_rank_holds_the_elements_that_torch_gives_it(
     case: tuple[DeviceMesh, Shape, list[dtensor.Placement]],
 ) -> None:
     mesh, shape, values = case
@@ -429,7 +429,7 @@ def test_reading_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_a_dimension_nobody_cuts_has_no_level() -> None:
+def test_a_dimension_without_axes_has_no_level() -> None:
     spec = parse_dtensor("[Shard(1), Partial(sum)]", SQUARE, (3, 4, 5))
     assert spec.dim_specs[0] is spec.dim_specs[2] is DimSpec()
 
@@ -513,12 +513,12 @@ def test_ragged_shards_may_have_one_too() -> None:
         ("DeviceMesh((x=4), 'cpu', stride=((4, 1),)), R", "is a part of another, whose ranks"),
     ],
 )
-def test_a_mesh_that_cannot_be_read(text: str, message: str) -> None:
+def test_unreadable_meshes_are_refused(text: str, message: str) -> None:
     with pytest.raises(NotationError, match=message):
         parse_dtensor(text, None, (4,))
 
 
-def test_a_mesh_that_cannot_be() -> None:
+def test_invalid_meshes_are_refused() -> None:
     for mesh in ("'cpu', [0, 0]", "(0,), 'cpu'", "'cpu', [0, 1], mesh_dim_names=('a', 'b')"):
         with pytest.raises(MeshError):
             parse_dtensor(f"DeviceMesh({mesh}), R", None, (4,))

@@ -158,6 +158,6 @@ def test_a_buffer_is_a_value() -> None:
         (lambda: FlatBuffer({"a": (1,)}, 2).layouts([1, 1]), r"devices \[1, 1\]"),
     ],
 )
-def test_what_is_no_flat_buffer(wrong: Any, message: str) -> None:
+def test_invalid_flat_buffers_are_refused(wrong: Any, message: str) -> None:
     with pytest.raises(NotationError, match=message):
         wrong()

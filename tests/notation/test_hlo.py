@@ -96,7 +96,7 @@ def test_numbers_are_places_in_the_mesh() -> None:
         ("{devices=[2", "expected"),
     ],
 )
-def test_texts_that_cannot_be_read(text: str, message: str) -> None:
+def test_unreadable_texts_are_refused(text: str, message: str) -> None:
     with pytest.raises(NotationError, match=message):
         parse_hlo(text, None, None)
 

@@ -84,7 +84,7 @@ def test_the_printed_form_of_a_named_sharding_is_read() -> None:
 
 
 @given(flat_specs(("sum",)))
-def test_what_is_written_is_read_back(spec: ShardingSpec) -> None:
+def test_written_texts_are_read_back(spec: ShardingSpec) -> None:
     in_order = sorted(spec.partial_axes, key=lambda axis: spec.mesh.axis_names.index(axis.name))
     ordered = ShardingSpec(spec.mesh, spec.dim_specs, partial_axes=in_order)
     text = jax_text(spec)
@@ -267,7 +267,7 @@ def cases_and_answers() -> tuple[list[dict[str, Any]], dict[str, Any]]:
 Asked = tuple[list[dict[str, Any]], dict[str, Any]]
 
 
-def test_every_device_holds_what_jax_says(cases_and_answers: Asked) -> None:
+def test_every_device_holds_the_indices_that_jax_gives_it(cases_and_answers: Asked) -> None:
     cases, told = cases_and_answers
     for case, answer in zip(cases, told["answers"], strict=True):
         names = case["axis_names"]

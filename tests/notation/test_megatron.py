@@ -53,7 +53,7 @@ READ = [
 
 
 @pytest.mark.parametrize(("text", "mesh", "native"), READ, ids=[item[0] for item in READ])
-def test_what_texts_mean(text: str, mesh: reshard.DeviceMesh, native: str) -> None:
+def test_texts_give_their_shardings(text: str, mesh: reshard.DeviceMesh, native: str) -> None:
     expected = reshard.spec(mesh, native)
     assert parse_megatron(text) is expected
     assert parse_megatron(megatron_text(expected)) is expected
@@ -112,7 +112,7 @@ def specs(draw: st.DrawFn) -> ShardingSpec:
 
 
 @given(specs())
-def test_what_is_written_is_read_back(spec: ShardingSpec) -> None:
+def test_written_texts_are_read_back(spec: ShardingSpec) -> None:
     levels = [level for dim in spec.dim_specs for level in dim.levels]
     foreign = ("unit", "balanced", "windows", "whole", "cyclic", "halo")
     try:
@@ -209,7 +209,7 @@ def test_errors_name_what_megatron_cannot_express(spec: ShardingSpec, message: s
         ),
     ],
 )
-def test_texts_that_cannot_be_read(
+def test_unreadable_texts_are_refused(
     text: str, more: dict[str, Any], error: type[LayoutError], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -158,7 +158,7 @@ def test_offsets_say_where_every_part_begins() -> None:
     assert [layout.local_shape(rank) for rank in range(4)] == [(4, 2), (4, 3), (4, 4), (4, 5)]
 
 
-def test_the_text_may_bring_its_grid() -> None:
+def test_a_text_may_define_its_grid() -> None:
     grid = DeviceMesh("g", (2, 3), ("axis0", "axis1"))
     assert parse_mlir_mesh(" shard.grid @g(shape = 2x3) // six") is grid
     assert parse_mlir_mesh("mesh.mesh @g( shape = 2 x 3 )") is grid
@@ -171,7 +171,7 @@ def test_the_text_may_bring_its_grid() -> None:
 
 
 @given(flat_specs(("sum", "max", "min", "product", "mean")))
-def test_what_is_written_is_read_back(spec: ShardingSpec) -> None:
+def test_written_texts_are_read_back(spec: ShardingSpec) -> None:
     shape = (5,) * spec.ndim
     assert parse_mlir(mlir_text(spec), spec.mesh, shape) is spec
     assert parse_mlir(mlir_operation_text(spec, "mesh"), spec.mesh, shape) is spec

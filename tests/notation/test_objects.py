@@ -25,7 +25,7 @@ def attributes(shape: tuple[int, ...], **more: Any) -> SimpleNamespace:
     return SimpleNamespace(shape=shape, dtype="float32", **more)
 
 
-def test_what_has_a_sharding_of_ours_is_taken_at_its_word() -> None:
+def test_objects_with_a_sharding_of_reshard_keep_it() -> None:
     spec = reshard.spec(MESH, "dp, tp")
     assert sharding_of(spec) is spec
     assert sharding_of(sp.array(np.ones((4, 4)), spec)) is spec
@@ -61,14 +61,14 @@ def test_a_parameter_over_a_mesh_of_any_axes() -> None:
         sharding_of(expert, MESH)
 
 
-def test_what_gather_parameters_works_with() -> None:
+def test_parameters_of_gather_parameters_have_shardings() -> None:
     local = LocalParameter((8, 4), tensor_model_parallel=True)
     ranks = MegatronRanks(tp=2)
     assert str(sharding_of(local, ranks)) == "tp, -"
     assert str(sharding_of(MegatronParameter(ranks, (8, 4), True, 1))) == "-, tp"
 
 
-def test_attributes_that_cannot_be() -> None:
+def test_invalid_attributes_are_refused() -> None:
     ranks = MegatronRanks(tp=2)
     marked = attributes((8, 4), tensor_model_parallel=True, partition_dim=2)
     with pytest.raises(SpecError, match="partition_dim=2 of a parameter of 2 dimensions"):
@@ -99,7 +99,7 @@ def test_attributes_that_cannot_be() -> None:
     ],
     ids=str,
 )
-def test_what_says_nothing_is_an_error_that_says_what_does(
+def test_errors_of_objects_without_a_sharding_list_those_that_have_one(
     value: object, mesh: object, said: str
 ) -> None:
     with pytest.raises(NotationError, match=said):

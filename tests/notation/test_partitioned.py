@@ -162,7 +162,7 @@ def test_splits_of_torch() -> None:
         assert PartitionedShard(0, torch.tensor(4), given_splits) == expected  # type: ignore[arg-type]
 
 
-def test_a_flat_list_that_fits_as_sizes_on_each_rank_says_both() -> None:
+def test_errors_of_flat_lists_that_fit_as_sizes_of_each_rank_name_both() -> None:
     spec = parse_partitioned("PartitionedShard(0, 2, (4, 6))", TWO, (20,))
     message = r"sizes of whole blocks; if they are the sizes on each of 2 parts, give \[8, 12\]"
     with pytest.raises(RuleError, match=message):
@@ -195,7 +195,7 @@ def test_a_flat_list_that_fits_as_sizes_on_each_rank_says_both() -> None:
         ),
     ],
 )
-def test_splits_that_cannot_be(make: Any, message: str) -> None:
+def test_invalid_splits_are_refused(make: Any, message: str) -> None:
     with pytest.raises(NotationError, match=message):
         make()
 
@@ -231,7 +231,7 @@ def test_a_shard_keeps_its_partitions_when_its_alignment_changes() -> None:
         assert dataclasses.replace(aligned, aligned=False).partition_sizes == SIZES
 
 
-def test_what_does_not_fit_the_mesh_or_the_tensor() -> None:
+def test_texts_must_fit_the_mesh_and_the_tensor() -> None:
     with pytest.raises(NotationError, match="sizes for 2 ranks, but axis ep has 3"):
         parse_partitioned(f"PartitionedShard(0, 4, {BY_RANK})", DeviceMesh.of(ep=3), (32,))
     with pytest.raises(NotationError, match="shards dimension 1 of a tensor of 1 dimensions"):

@@ -231,7 +231,7 @@ def test_invalid_texts_are_refused_with_the_text(text: str, message: str) -> Non
         ("[RaggedShard((0,), (1, 1, 2)), R]", "units for 3 ranks, but axis a has 2"),
     ],
 )
-def test_what_does_not_fit_the_mesh(text: str, message: str) -> None:
+def test_texts_must_fit_the_mesh(text: str, message: str) -> None:
     with pytest.raises(NotationError, match=message):
         parse_ragged(text, DeviceMesh.of(a=2, b=2), (4, 6))
 

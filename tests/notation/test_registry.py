@@ -104,14 +104,14 @@ def test_every_notation_reads_its_example(name: str) -> None:
         ("[[0], {}] P(sum)", "may be mlir or dtensor"),
     ],
 )
-def test_what_nobody_can_read_shows_every_notation(text: str, said: str) -> None:
+def test_errors_of_unreadable_texts_show_every_notation(text: str, said: str) -> None:
     with pytest.raises(NotationError, match=said) as raised:
         read_sharding(text, MESH, (6, 6))
     for notation in NOTATIONS.values():
         assert f"\n  {notation.name}:{notation.example}" in str(raised.value)
 
 
-def test_what_is_wrong_in_one_notation_says_which() -> None:
+def test_errors_of_recognised_texts_name_the_notation() -> None:
     with pytest.raises(LayoutError, match=r"\(read as mlir\)"):
         read_sharding("[[0], [7]]", MESH, (6, 6))
     with pytest.raises(MeshError, match="unknown axis 'z'") as raised:

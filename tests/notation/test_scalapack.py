@@ -187,7 +187,7 @@ def test_invalid_texts_are_refused_with_the_text(text: str, message: str) -> Non
     assert f"`{text}`" in str(caught.value)
 
 
-def test_a_grid_that_cannot_be() -> None:
+def test_invalid_grids_are_refused() -> None:
     for text in (
         "mb=2 nb=2 grid=0x3",
         "mb=2 nb=2 grid=[[0,0]]",
@@ -199,14 +199,14 @@ def test_a_grid_that_cannot_be() -> None:
         process_grid(2, 2, "both")
 
 
-def test_a_grid_of_the_text_goes_before_a_mesh() -> None:
+def test_the_grid_of_a_text_overrides_a_mesh() -> None:
     for mesh in (DeviceMesh.of(x=2, y=3), DeviceMesh.of(x=4)):
         assert parse_scalapack("mb=2 nb=2 grid=3x2", mesh).mesh is process_grid(3, 2)
         turned = parse_scalapack("mb=2 nb=2 grid=2x3 order=column", mesh).mesh
         assert turned is process_grid(2, 3, "column")
 
 
-def test_what_does_not_fit_the_mesh_or_the_shape() -> None:
+def test_texts_must_fit_the_mesh_and_the_shape() -> None:
     mesh = DeviceMesh.of(x=2, y=3)
     with pytest.raises(NotationError, match="order=column for the mesh x=2,y=3 with ranks"):
         parse_scalapack("mb=2 nb=2 order=column", mesh)

@@ -73,7 +73,7 @@ def test_a_text_means_its_mesh(text: str, mesh: DeviceMesh) -> None:
         ('<["a"=99999999999999999999]>', NotationError, "expected a number"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused(text: str, error: type[Exception], message: str) -> None:
+def test_invalid_meshes_are_refused(text: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         parse_shardy_mesh(text)
     assert type(caught.value) is error
@@ -136,7 +136,7 @@ def test_a_text_means_its_sharding(text: str, native: str) -> None:
         ("- | sum(x:(4)2 x:(2)2)", '[{}], unreduced={"x":(2)4}'),
     ],
 )
-def test_what_is_written_is_canonical(native: str, text: str) -> None:
+def test_written_texts_are_canonical(native: str, text: str) -> None:
     assert shardy_text(reshard.spec(MESH, native)) == f"#sdy.sharding<@mesh, {text}>"
 
 
@@ -154,7 +154,7 @@ def test_the_local_shapes_of_the_documentation() -> None:
     assert parse_shardy('[{"d":(1)4}, {"d":(4)2}]', full).layout((4, 4)) is split_layout
 
 
-def test_the_text_may_bring_its_meshes() -> None:
+def test_a_text_may_define_its_meshes() -> None:
     text = 'sdy.mesh @a = <["x"=2]>\nsdy.mesh @b = <["x"=4]>\n'
     assert parse_shardy(text + '#sdy.sharding<@b, [{"x"}]>').mesh.shape == (4,)
     assert parse_shardy(text + '<@a, [{"x"}]>', MESH).mesh is DeviceMesh.of(name="a", x=2)
@@ -292,7 +292,7 @@ def test_any_sharding_is_written_or_refused(pair: tuple[ShardingSpec, Shape]) ->
 
 
 @given(flat_specs(("sum", "max", "min"), sub_axes=True, replicated=True), st.data())
-def test_what_is_written_is_read_back(spec: ShardingSpec, data: st.DataObject) -> None:
+def test_written_texts_are_read_back(spec: ShardingSpec, data: st.DataObject) -> None:
     dims = []
     for dim in spec.dim_specs:
         is_open = data.draw(st.booleans())
@@ -349,7 +349,7 @@ def in_a_module(spec: ShardingSpec, text: str) -> str:
 
 
 @given(flat_specs(("sum",), sub_axes=True, replicated=True), st.integers(0, 5))
-def test_shardy_accepts_what_is_written(
+def test_shardy_accepts_written_texts(
     shardy_prints: Callable[[str], str], spec: ShardingSpec, turn: int
 ) -> None:
     size = spec.mesh.size
@@ -379,7 +379,7 @@ def test_shardy_accepts_what_is_written(
         ('{"x":(1)8}', '{"x"}'),
     ],
 )
-def test_shardy_refuses_what_is_not_canonical(
+def test_shardy_refuses_texts_that_are_not_canonical(
     shardy_prints: Callable[[str], str], wrong: str, right: str
 ) -> None:
     spec = parse_shardy(f"<@mesh, [{wrong}]>", MESH)

@@ -290,7 +290,9 @@ def test_worths_are_refused_from_the_limit_on(elements: int) -> None:
         relabel(job, ranks=[0, 1])
 
 
-def test_without_scipy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scipy_the_error_names_the_extra_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     layout = Layout.replicated((2,))
     with pytest.raises(MissingExtraError, match=r"pip install 'reshard\[planning\]'"):

@@ -164,7 +164,7 @@ def test_boxes_too_narrow_for_labels_are_labelled_together() -> None:
         assert len(labels) == 6 and labels[0] == "0-7" and labels[-1] == "42-49"
 
 
-def test_what_many_ranks_share_names_the_first_and_the_last() -> None:
+def test_labels_of_many_ranks_name_the_first_and_the_last() -> None:
     mesh = reshard.DeviceMesh.of(ep=8, tp=8)
     svg, _, has_stripes = svg_picture(
         reshard.spec(mesh, "ep, -, tp").layout((64, 1024, 256)),
@@ -195,7 +195,7 @@ def test_neighbours_leave_no_gap() -> None:
             assert end == pytest.approx(start, abs=1e-6)
 
 
-def test_what_is_left_out_of_a_line_is_a_gap_that_says_how_much() -> None:
+def test_omitted_intervals_of_a_line_are_a_gap_with_their_number() -> None:
     mesh = reshard.DeviceMesh.of(tp=1024)
     for text, shape, side in (("tp, -", (4096, 64), 3), ("-, tp", (64, 4096), 2)):
         picture = Picture(reshard.spec(mesh, text).layout(shape))
@@ -241,7 +241,7 @@ def test_a_heat_map_of_many_ranks_takes_them_together() -> None:
     assert ("ranks 0-3 to ranks 0-3: 12") in dict(squares)
 
 
-def test_hosts_send_what_their_ranks_send() -> None:
+def test_hosts_send_the_sum_of_their_ranks() -> None:
     traffic = gathered([(0, 1, 5), (1, 2, 7), (3, 0, 2), (5, 6, 1)])
     hosts = host_traffic(traffic, 2)
     assert across_hosts(hosts) == 7 + 2 + 1
@@ -254,7 +254,7 @@ def test_hosts_send_what_their_ranks_send() -> None:
     ]
 
 
-def test_bands_are_as_wide_as_what_passes() -> None:
+def test_bands_are_as_wide_as_their_traffic() -> None:
     hosts = gathered([(0, 1, 10), (1, 0, 30)])
     svg = host_flows(hosts, "{} B".format)
     widths = [float(w) for w in re.findall(rf"v({NUMBER})C", svg)]

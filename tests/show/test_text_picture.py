@@ -161,7 +161,7 @@ def test_changes_fit_the_width(pair: tuple[Layout, Layout], width: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 2])
-def test_what_is_left_out_is_counted(columns: int) -> None:
+def test_omitted_intervals_are_counted(columns: int) -> None:
     mesh = reshard.DeviceMesh.of(tp=500, dp=columns)
     text = picture(reshard.spec(mesh, "tp, dp").layout((1000, 60)), height=21)
     rows = [int(m) for m in re.findall(r"^ *(\d+) [├┌└]", text, re.MULTILINE)]
@@ -229,7 +229,7 @@ def test_unusable_options_are_named(options: dict[str, object], said: str) -> No
         picture(Layout.replicated((2, 2)), **options)
 
 
-def test_no_room_for_the_indices_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_for_the_indices_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # The longest indices have 18 digits, for which the least width would do.
     monkeypatch.setattr("reshard.show.text_picture.MIN_WIDTH", 20)
     with pytest.raises(UsageError, match="no room"):

@@ -20,7 +20,7 @@ from selection import choose
 
 @settings(max_examples=choose(60, 150), deadline=None)
 @given(pairs())
-def test_a_program_does_what_the_direct_plan_does(pair: Pair) -> None:
+def test_a_program_has_the_result_of_the_direct_plan(pair: Pair) -> None:
     source, target, shape = pair
     program = find_program(source, target, shape)
     check(program)
