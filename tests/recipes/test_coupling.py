@@ -228,9 +228,9 @@ def test_every_rank_has_the_heads_that_its_queries_use(groups: int, each: int, t
 @pytest.mark.parametrize(
     ("mesh", "rule", "message"),
     [
-        ("tp=4", "*.k_proj.weight=tp, -", r"rank 0 would hold 0:1 of .*k_proj.weight, which cuts "
-         r"through what belongs together \(heads.key_value\); 4 ranks along tp would do"),
-        ("tp=2", "*.k_proj.weight=-, tp", "dimension 1 of .*k_proj.weight would be cut"),
+        ("tp=4", "*.k_proj.weight=tp, -", r"rank 0 would hold 0:1 of .*k_proj.weight, which "
+         r"splits a unit \(heads.key_value\); 4 ranks along tp would do"),
+        ("tp=2", "*.k_proj.weight=-, tp", "dimension 1 of .*k_proj.weight would be sharded"),
         ("tp=2", "*.o_proj.weight=-, -", "rank 0 would hold heads.query 0-3 of .*q_proj.weight, and"
          " 0-7 of .*o_proj.weight; both are computed with together"),
         ("tp=2", "*.[qo]_proj.*=...", "ranks 0 and 1 would both hold heads.query 0-7 of"),
@@ -239,7 +239,7 @@ def test_every_rank_has_the_heads_that_its_queries_use(groups: int, each: int, t
         ("tp=2", "*.layers.1.*.q_proj.*=tp@cyclic2, ...", "hold heads.query 0, 2, 4 and 1 str"),
         ("tp=2,fsdp=2", "*.q_proj.weight=fsdp, -", "0-7 of .*q_proj.weight, and 0-3 of .*q_proj.b"),
         ("tp=4", "*.gate_proj.weight=tp@unit16, -", "rank 0 would hold feed_forward 0:16 of .*gate_"
-         "proj.weight, and 0:12 of .*up_proj.weight; .*; cut all tensors of feed_forward alike"),
+         "proj.weight, and 0:12 of .*up_proj.weight; .*; shard all tensors of feed_forward alike"),
         ("tp=4", "*.mlp.*=...", "ranks 0 and 1 would both hold feed_forward 0:48 of .*gate_proj"),
         ("tp=2,pp=3", "*.0.mlp.up_proj.weight=tp, - | only(pp=1)", "rank 0 would hold .* none of "),
     ],
@@ -375,7 +375,7 @@ FUSED = Recipe(
             r"rank 0 would hold .* 0-1 of qkvs\[16:20\], and no",
         ),
         (2, "qkvs=tp@blocks[16,4,4], -", ""),
-        (4, "qkvs=tp@blocks[16,4,4], -", "cuts through what belongs together"),
+        (4, "qkvs=tp@blocks[16,4,4], -", "which splits a unit"),
     ],
 )
 def test_fused_tensors(tp: int, rule: str, message: str) -> None:

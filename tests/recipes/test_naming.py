@@ -274,18 +274,18 @@ def test_stacks_over_several_axes_and_uneven_ones() -> None:
     with pytest.raises(RecipeError, match="are not divided consecutively along dp"):
         make_fused_spec("f", fusion, specs, shapes)
     specs["1.down"] = spec(mesh, "tp, -")
-    with pytest.raises(RecipeError, match=r"is a stack of '0\.down', cut as"):
+    with pytest.raises(RecipeError, match=r"is a stack of '0\.down', sharded as"):
         make_fused_spec("f", fusion, specs, shapes)
 
 
 @pytest.mark.parametrize(
     ("a", "b", "match"),
     [
-        ("tp, -", "-, tp", "cut them over the same axes"),
-        ("tp, -", "tp, fsdp", "cut them over the same axes"),
-        ("tp, - | only(fsdp=1)", "tp, - | only(fsdp=2)", "cut them over the same axes"),
-        ("fsdp / tp, -", "fsdp / tp, -", "below another cut"),
-        ("tp / fsdp@balanced, -", "tp / fsdp, -", "are cut by 2 rules"),
+        ("tp, -", "-, tp", "shard them over the same axes"),
+        ("tp, -", "tp, fsdp", "shard them over the same axes"),
+        ("tp, - | only(fsdp=1)", "tp, - | only(fsdp=2)", "shard them over the same axes"),
+        ("fsdp / tp, -", "fsdp / tp, -", "shards again over"),
+        ("tp / fsdp@balanced, -", "tp / fsdp, -", "are sharded by 2 rules"),
     ],
 )
 def test_members_that_cannot_be_fused_are_refused(a: str, b: str, match: str) -> None:

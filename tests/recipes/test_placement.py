@@ -121,12 +121,12 @@ def test_roles_are_given_to_axes_of_the_mesh() -> None:
         (
             "x=6",
             {"ep": "x:(1)2"},
-            r"dealt out by axis 'ep', mapped to x:\(1\)2; map it to whole axes",
+            r"distributed over axis 'ep', mapped to x:\(1\)2; map it to whole axes",
         ),
         (
             "a=2,b=3",
             {"pp": "a b"},
-            r"coordinates \[0, 5\] of axis 'pp', mapped to a b, are no product",
+            r"coordinates \[0, 5\] of axis 'pp', mapped to a b, are not a product",
         ),
         ("pp=2", {"layer": "sizes[1,2]"}, "'mine', layer: sizes .* add up to 3, but the length"),
     ],
@@ -216,7 +216,7 @@ def test_two_numbers_cannot_share_an_axis() -> None:
     numbers = {"layer": NUMBERS["layer"], "expert": Numbering("pp", "experts")}
     rules = (Rule("l.{layer}.e.{expert}.w", "-"),)
     recipe = Recipe("r", "", (), ("pp",), rules, numbers=numbers)
-    with pytest.raises(RecipeError, match="two numbers of one name are dealt out by axis 'pp'"):
+    with pytest.raises(RecipeError, match="two numbers of a name are distributed over axis 'pp'"):
         assign({"l.0.e.0.w": (2,)}, DeviceMesh.of(pp=2), (), recipe, CONFIG)
 
 

@@ -81,7 +81,7 @@ def test_heads_that_cut_a_block_are_refused_with_the_sizes_that_would_do() -> No
     with pytest.raises(UncomputableError) as error:
         cut(with_scales(DEEPSEEK), "tp=128", "deepseek_v3", num_attention_heads=128)
     text = str(error.value)
-    assert "tp=128 would have 0:192, which cuts a group of 128" in text
+    assert "tp=128 would have 0:192, which splits a group of 128" in text
     assert "tp of 1, 2, 4, 8, 16, 32 or 64 would do" in text
     assert "q_b_proj.weight_scale_inv" in text
 
@@ -157,7 +157,7 @@ def test_allowed_splits_keep_every_touched_group() -> None:
     # Rows 96:192 lie in the groups 0:128 and 128:256, and so on.
     touched = [(scale.boxes(r)[0].start[0], scale.boxes(r)[0].stop[0]) for r in range(4)]
     assert touched == [(0, 1), (0, 2), (1, 3), (2, 3)]
-    assert "which cuts a group of 128" in found.uncomputable[0]
+    assert "which splits a group of 128" in found.uncomputable[0]
 
 
 def test_unknown_methods_may_be_allowed() -> None:

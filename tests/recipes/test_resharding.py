@@ -644,7 +644,7 @@ def test_runs_in_another_order_copy_nothing() -> None:
             return await asyncio.gather(*runs, return_exceptions=True)
 
         for outcome in asyncio.run(begin_both()):
-            assert isinstance(outcome, PlanError) and "begin their runs in one order" in str(
+            assert isinstance(outcome, PlanError) and "begin their runs in the same order" in str(
                 outcome
             )
         return strategy.execute(strategy.create_plan(metadata, 2), held)

@@ -411,7 +411,7 @@ class _AssignmentBuilder:
     ) -> None:
         axis = self.recipe.numbers[what].axis if self.recipe else what
         if axis in found:
-            raise RecipeError(f"two numbers of one name are dealt out by axis {axis!r}")
+            raise RecipeError(f"two numbers of a name are distributed over axis {axis!r}")
         found[axis] = coordinates
 
     def find_placements(

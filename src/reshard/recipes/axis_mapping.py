@@ -70,7 +70,7 @@ def _map_axis(axis: Axis, mapping: AxisMapping | None) -> tuple[Axis, ...]:
     if len(result) > 1 or not result[0].is_full:
         raise RecipeError(
             f"the part {axis} of an axis that is mapped to {' '.join(map(str, result))}; map it to "
-            "one whole axis of the mesh"
+            "a single whole axis of the mesh"
         )
     return (Axis(result[0].name, axis.pre, axis.size),)
 
@@ -94,8 +94,8 @@ def map_coordinates(
             continue
         if not all(axis.is_full for axis in found):
             raise RecipeError(
-                f"tensors are dealt out by axis {axis!r}, mapped to {' '.join(map(str, found))}; "
-                "map it to whole axes of the mesh"
+                f"tensors are distributed over axis {axis!r}, mapped to "
+                f"{' '.join(map(str, found))}; map it to whole axes of the mesh"
             )
         # A coordinate of the joint axis is a coordinate of each mesh axis, major to minor. `only`
         # restricts axes separately, so the coordinates must be a product.
@@ -104,8 +104,8 @@ def map_coordinates(
         if math.prod(map(len, chosen)) != len(coordinates):
             raise RecipeError(
                 f"coordinates {list(coordinates)} of axis {axis!r}, mapped to "
-                f"{' '.join(map(str, found))}, are no product of coordinates of these; map it to "
-                "one axis"
+                f"{' '.join(map(str, found))}, are not a product of coordinates of these; map "
+                "it to a single axis"
             )
         yield from ((mesh_axis.name, at) for mesh_axis, at in zip(found, chosen, strict=True))
 

@@ -120,8 +120,8 @@ class Coupling(Record):
             if not count or (units % count and count % units):
                 raise RecipeError(
                     f"{count} of {member} (`{text}`) for {units} of {self.unit} "
-                    f"(`{self.members[0][1]}`): one must be a multiple of the other; correct "
-                    "config.json"
+                    f"(`{self.members[0][1]}`): the larger must be a multiple of the smaller; "
+                    "correct config.json"
                 )
         return result
 
@@ -397,13 +397,14 @@ def find_mismatch(blocks: Sequence[_Labelled], *, is_unit: bool) -> str | None:
     for label, block in blocks:
         if block.also_cut is not None:
             return (
-                f"dimension {block.also_cut} of {label} would be cut, in addition to {block.name}"
+                f"dimension {block.also_cut} of {label} would be sharded, in addition to "
+                f"{block.name}"
             )
         if block.split_unit is not None:
             rank, (start, stop) = block.split_unit
             return (
-                f"rank {rank} would hold {start}:{stop} of {label}, which cuts through what "
-                f"belongs together ({block.name})"
+                f"rank {rank} would hold {start}:{stop} of {label}, which splits a unit "
+                f"({block.name})"
             )
     # The units of the first block are those that all others must have.
     (first_label, first), *others = blocks
@@ -588,7 +589,7 @@ class ComputabilityCheck:
         problem = find_mismatch(blocks, is_unit=False)
         if problem is None and numbers[0]:
             problem = find_repetition(blocks[0], self._group(first.axes), is_unit=False)
-        return problem and f"{problem}; cut all tensors of {first.name} alike, each index once"
+        return problem and f"{problem}; shard all tensors of {first.name} alike, each index once"
 
     def _judge_coupling(
         self, coupling: Coupling, numbers: NumbersOfName, blocks: Sequence[_Labelled]
@@ -615,7 +616,7 @@ class ComputabilityCheck:
         names = " ".join(map(str, axes)) or "the axis"
         size = math.prod(self.mesh.axis_size(axis) for axis in axes)
         if size in sizes:
-            return f"{size} ranks along {names} would do if all of it were cut alike"
+            return f"{size} ranks along {names} would do if all of it were sharded alike"
         return f"{names} has size {size}; sizes that would do: {', '.join(map(str, sizes))}"
 
     def _group(self, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:

@@ -155,7 +155,7 @@ def _load_file(path: Path, extended_by: tuple[Path, ...]) -> Recipe:
     """Load the recipe of a file. It extends a shipped name, or a path relative to its folder."""
     # The chain of files so far, so that a circle is an error instead of endless recursion.
     if path in extended_by:
-        raise RecipeError(f"recipe file {path} extends itself; take `extends` out of one file")
+        raise RecipeError(f"recipe file {path} extends itself; remove `extends` from a file")
 
     def load_extended(name: str) -> Recipe:
         if _is_path(name):

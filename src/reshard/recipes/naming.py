@@ -367,8 +367,8 @@ def make_fused_spec(
         axes = [tuple(level.axes for level in dim.levels) for dim in (dims[0], other.dim_specs[at])]
         if not alike or axes[0] != axes[1] or first.only != other.only:
             raise RecipeError(
-                f"{name!r} is fused of {members[0]!r}, cut as `{first}`, and {member!r}, "
-                f"cut as `{other}`; cut them over the same axes, or keep them apart"
+                f"{name!r} is fused of {members[0]!r}, sharded as `{first}`, and {member!r}, "
+                f"sharded as `{other}`; shard them over the same axes, or keep them apart"
             )
     # 2. The fused dimension, level by level.
     levels = []
@@ -378,8 +378,8 @@ def make_fused_spec(
         if not set(level.axes) <= set(storage_axes):
             if number:
                 raise RecipeError(
-                    f"{name!r} is fused along dimension {at}, which `{first}` cuts over "
-                    f"{' '.join(map(str, level.axes))} below another cut; take a mesh without one"
+                    f"{name!r} is fused along dimension {at}, which `{first}` shards again over "
+                    f"{' '.join(map(str, level.axes))}; take a mesh with a single level there"
                 )
             parts = math.prod(first.mesh.axis_size(axis) for axis in level.axes)
             lengths = tuple(shapes[member][at] for member in members)
@@ -389,7 +389,7 @@ def make_fused_spec(
                 raise RecipeError(f"{name!r} {rule}")
             level = Level(level.axes, rule)
         elif len(set(rules)) > 1:
-            raise RecipeError(f"the members of {name!r} are cut by {len(set(rules))} rules")
+            raise RecipeError(f"the members of {name!r} are sharded by {len(set(rules))} rules")
         levels.append(level)
     cuts = [*first.dim_specs[:at], DimSpec(levels), *first.dim_specs[at + 1 :]]
     if fusion.transposed:
@@ -404,8 +404,9 @@ def make_fused_spec(
                 specs[tensor].only != of_number.only
             ):
                 raise RecipeError(
-                    f"{name!r} is a stack of {members[0]!r}, cut as `{first}`, and {tensor!r}, cut "
-                    f"as `{specs[tensor]}`; cut all of them alike, or keep them apart"
+                    f"{name!r} is a stack of {members[0]!r}, sharded as `{first}`, and "
+                    f"{tensor!r}, sharded as `{specs[tensor]}`; shard all of them alike, or keep "
+                    "them apart"
                 )
         leading, only = _cut_stack(name, [specs[tensor] for tensor in tensors[::together]])
         cuts.insert(0, leading)
@@ -467,7 +468,7 @@ def _find_rule(
         if parts > groups:
             return (
                 f"has its members in {groups} groups, which {parts} ranks cannot be given whole; "
-                f"cut it over at most {groups}"
+                f"shard it over at most {groups}"
             )
         result: CutRule = Heads(groups)
         # Members that alternate index by index are sharded equally.

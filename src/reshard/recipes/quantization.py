@@ -256,7 +256,7 @@ _BLOCK_KEYS = ("weight_block_size", "block_structure")
 _USUAL_GROUPS = (128, 64, 32, 16)
 _BNB_NESTED = 256
 _ACCEPTED = (
-    "--allow uncomputable cuts each stored tensor by the rule for its own name, in Python "
+    "--allow uncomputable shards each stored tensor by the rule for its own name, in Python "
     "allow=['uncomputable']"
 )
 
@@ -411,7 +411,7 @@ def _expect_known_method(given: Mapping[str, Any]) -> None:
     if given.get(key) in others:
         raise UncomputableError(
             f"`quantization_config` of config.json has {key} {given[key]!r} of {name}, whose "
-            f"elements are permuted so that no cut is known; what is known: {known_methods()}. "
+            f"elements are permuted so that no sharding is known; known are {known_methods()}. "
             f"{_ACCEPTED}"
         )
 
@@ -559,7 +559,7 @@ class _Finder:
     def _flat_lengths(self, logical: str) -> dict[str, int]:
         if logical not in self.logical_shapes or len(self.logical_shapes[logical]) != 2:
             raise UncomputableError(
-                f"the shape of {logical!r} stands in its quant_state, which was not given"
+                f"the shape of {logical!r} is in its quant_state, which was not given; give it"
             )
         out, inner = self.logical_shapes[logical]
         return {"out": out, "in": inner}
@@ -600,7 +600,7 @@ class _Finder:
                     return length
             raise UncomputableError(
                 f"{name!r} of shape {list(self.shapes[name])} is packed, and "
-                "`quantization_config` of config.json has no number of bits that fits"
+                "`quantization_config` of config.json lacks a number of bits that fits"
             )
         raise UncomputableError(f"no stored tensor has its dimension {word!r}")
 

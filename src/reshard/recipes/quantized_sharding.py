@@ -116,7 +116,7 @@ def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) 
         fitting = _find_sizes(level.rule, length, group, parts) if count == 1 else [1]
         sizes = f"{', '.join(map(str, fitting[:-1]))} or {fitting[-1]}".removeprefix(" or ")
         return (
-            f"part {part} of {axes}={parts} would have {start}:{stop}, which cuts a group of "
+            f"part {part} of {axes}={parts} would have {start}:{stop}, which splits a group of "
             f"{group}; {axes} of {sizes} would do"
         )
     return None
@@ -318,9 +318,9 @@ class FoldedWeights:
         ):
             if cause:
                 yield (
-                    f"{name!r}: dimension {d} is cut over {cause}, and {weight.uncut[d]!r} "
-                    f"({weight.method}) ties its {weight.shape[d]} elements together; it cannot be "
-                    "cut, take a size of 1 there"
+                    f"{name!r}: dimension {d} is sharded over {cause}, and {weight.uncut[d]!r} "
+                    f"({weight.method}) ties its {weight.shape[d]} elements together; take a size "
+                    "of 1 there"
                 )
             else:
                 yield (

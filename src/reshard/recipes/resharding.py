@@ -235,8 +235,8 @@ class _Run:
     ) -> None:
         if plan.job is None:
             raise PlanError(
-                "this plan was written by hand, so that nobody knows where its slices belong; "
-                "make one with create_plan"
+                "a plan that was written by hand has no job, and cannot be run; make it with "
+                "create_plan"
             )
         self._begun_s = time.perf_counter()
         self._plan = plan
@@ -568,7 +568,7 @@ class ReshardingStrategy(Record):
         if run is None or len(set(digests)) > 1:
             raise PlanError(
                 "the processes have different plans; nothing was copied. Give every process the "
-                "same metadata, number of ranks and policy, and begin their runs in one order"
+                "same metadata, number of ranks and policy, and begin their runs in the same order"
             )
         process, count = 0, 1
         if self.coordinator is not None:
@@ -635,8 +635,8 @@ def create_strategy(name: str, coordinator: Coordinator | None = None) -> Reshar
     Traceback (most recent call last):
         ...
     reshard.errors.UsageError: the strategy 'parallel' needs a coordinator, whose processes share
-    the work: create_strategy('parallel', coordinator); reshard.checkpoint.OneProcess() is one of a
-    single process
+    the work: create_strategy('parallel', coordinator); for a single process,
+    reshard.checkpoint.OneProcess()
     """
     policy = strategy(name)
     if policy.name != "parallel":
@@ -644,7 +644,7 @@ def create_strategy(name: str, coordinator: Coordinator | None = None) -> Reshar
     if coordinator is None:
         raise UsageError(
             f"the strategy {name!r} needs a coordinator, whose processes share the work: "
-            f"create_strategy({name!r}, coordinator); "
-            "reshard.checkpoint.OneProcess() is one of a single process"
+            f"create_strategy({name!r}, coordinator); for a single process, "
+            "reshard.checkpoint.OneProcess()"
         )
     return ReshardingStrategy(policy, coordinator, threads=4)

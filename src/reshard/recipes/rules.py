@@ -75,7 +75,7 @@ class Rule(Record):
             (
                 "spec",
                 self.spec,
-                "write one item a dimension, `...` for a tensor that is not sharded",
+                "write an item per dimension, `...` for a tensor that is not sharded",
             ),
         ):
             if not text.strip():

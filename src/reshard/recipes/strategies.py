@@ -68,8 +68,8 @@ class Strategy(Record):
             if name not in layouts or name not in tensors:
                 wrong = "gives no layout for" if name in tensors else "gives a layout for unknown"
                 raise RecipeError(
-                    f"strategy {self.name!r} {wrong} tensor {name!r}; it must give one for each "
-                    "tensor it is given, and no other"
+                    f"strategy {self.name!r} {wrong} tensor {name!r}; it must give a layout for "
+                    "each tensor, and no other"
                 )
             shape, layout = tensors[name][1], layouts[name]
             if layout.shape != tuple(shape) or layout.slots != world_size:

@@ -379,7 +379,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (
         {"f": Fusion(("a", "b"))},
         {"to": "x=2", "rules": ["a=x, -", "b=-, x", "*=..."]},
-        "cut them over the same axes, or keep them apart",
+        "shard them over the same axes, or keep them apart",
     ),
     (
         {"f": Fusion(("a", "b"), (1, 1), 4)},

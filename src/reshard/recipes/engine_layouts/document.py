@@ -434,7 +434,7 @@ def read_layout_file(path: str | os.PathLike[str]) -> EngineLayout:
     except OSError as error:
         raise RecipeError(
             f"cannot read the layout file {os.fspath(path)}: {error.strerror or error}; "
-            "`reshard recipe derive` writes one"
+            "`reshard recipe derive` writes it"
         ) from error
     except ValueError:
         text = ""
@@ -444,7 +444,7 @@ def read_layout_file(path: str | os.PathLike[str]) -> EngineLayout:
         raise RecipeError(f"the layout file {os.fspath(path)}: {error}") from error
     if not isinstance(layout, EngineLayout):
         raise RecipeError(
-            f"{os.fspath(path)} has a {type(layout).__name__}, no layout of an engine; `reshard "
-            "recipe derive` writes one"
+            f"{os.fspath(path)} has a {type(layout).__name__}, not an engine's layout; `reshard "
+            "recipe derive` writes layouts"
         )
     return layout

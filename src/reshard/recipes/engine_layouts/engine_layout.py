@@ -152,7 +152,7 @@ class EngineLayout:
         if numbers != sorted(self.mesh.devices):
             raise LayoutError(
                 f"layouts of the ranks {numbers} for the mesh {self.mesh.text}, whose ranks are "
-                f"{sorted(self.mesh.devices)}; give one for each, in order"
+                f"{sorted(self.mesh.devices)}; give a layout for each, in order"
             )
         sizes = {name: math.prod(source.shape) for name, source in self.sources.items()}
         for rank in self.ranks:

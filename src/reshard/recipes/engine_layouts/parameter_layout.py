@@ -433,7 +433,7 @@ def _check_region(name: str, shape: tuple[int, ...], box: Box, view: View) -> No
     if not len(box.start) == len(box.stop) == len(view.strides) == len(shape):
         raise LayoutError(
             f"the box {box} of {name!r} with {len(view.strides)} strides, in a parameter of shape "
-            f"{list(shape)}; give one of each for every dimension"
+            f"{list(shape)}; give a range and a stride for every dimension"
         )
 
 
