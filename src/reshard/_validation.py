@@ -109,6 +109,7 @@ def check_int_array(
     >>> check_int_array([[0, 1], [2, 3]], "ranks").shape
     (2, 2)
     """
+    # Loaded when used, so that the help of a command needs no NumPy.
     import numpy as np
 
     try:

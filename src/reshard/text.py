@@ -178,6 +178,7 @@ def near_text(name: str, known: Iterable[str]) -> str:
     >>> near_text("lama", ["Llama", "mistral"]), near_text("x", ["Llama"])
     ('did you mean Llama? ', '')
     """
+    # Only errors need it, so it is not loaded with this module.
     import difflib
 
     folded = {other.casefold(): other for other in known}

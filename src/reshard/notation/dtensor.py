@@ -103,6 +103,7 @@ _NAMES = {
     "R": "Replicate",
     "P": "Partial",
 }
+# Short names adjoin (`S(0)R`), so only a lower-case letter continues a name.
 _NAME = re.compile(r"(?:[A-Za-z_]\w*\.)*(" + "|".join(_NAMES) + r")(?![a-z])")
 # A printed spec of torch, around its placements: `Spec(f32[8, 4](S(0)R))`.
 _SPEC = re.compile(r"Spec\(\w+(?:\[[^\]]*\])?\((.*)\)\)", re.DOTALL)
@@ -191,6 +192,7 @@ _RANKS = re.compile(r"\[[\s\d,\[\]]*\]")
 _AXIS_NAMES = re.compile(r"mesh_dim_names\s*=\s*[(\[]([^)\]]*)[)\]]")
 _STRIDE = re.compile(r"stride\s*=\s*(\((?:[^()]|\([^()]*\))*\))")
 _SIZES = re.compile(r"\(([^()]*)\)")
+# At most 9 digits: Python refuses to convert texts of thousands of digits, by an error of its own.
 _SIZE = re.compile(r"(?:(\w+)\s*=\s*)?(\d{1,9})")
 
 
@@ -269,6 +271,7 @@ def _read_ranks(listed: str) -> IntArray:
     """Return the ranks in nested brackets: each depth is an axis."""
     try:
         return np.array(json.loads(listed), dtype=np.int64)
+    # Rows of different lengths, numbers beyond 64 bits, and brackets nested too deeply for JSON.
     except (ValueError, OverflowError, RecursionError):
         raise NotationError(
             f"cannot read the ranks {listed[:80]} of the mesh; write equal rows, such as "

@@ -99,6 +99,7 @@ def _read_partition_spec(text: str) -> tuple[list[Entry], list[str], list[str]]:
     try:
         # A backslash would be an escape in Python; axis names do not contain it.
         call = None if "\\" in text else ast.parse(text, mode="eval").body
+    # Python's parser reports deep nesting as a RecursionError or a MemoryError.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         call = None
     if not isinstance(call, ast.Call) or _find_name(call.func) not in PARTITION_SPECS:
@@ -145,6 +146,7 @@ def _read_axis_names(node: ast.expr) -> list[str]:
 def _unparse(node: ast.expr) -> str:
     try:
         return ast.unparse(node)
+    # Deep nesting that can be parsed may be too deep to be written.
     except RecursionError:
         return "..."
 

@@ -237,6 +237,7 @@ class DocumentReader:
             raise NotationError(f"{type(text).__name__} {text!r}: expected a JSON document as text")
         try:
             document = json.loads(text)
+        # JSON nested too deeply is a RecursionError.
         except (ValueError, RecursionError) as error:
             raise NotationError(f"{_shorten(text)!r} is not JSON: {error}") from error
         kind = document.get("reshard") if isinstance(document, dict) else None

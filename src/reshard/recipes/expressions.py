@@ -213,6 +213,7 @@ def parse_expression(text: str) -> Expression:
     # The syntax is Python's, but for the empty index.
     source = " ".join(text.replace("[]", "[...]").split())
     try:
+        # As bytes: the column offsets of `ast` count bytes of UTF-8.
         node = _convert(ast.parse(source, mode="eval").body, source.encode())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise RecipeError(

@@ -109,6 +109,8 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
             "    mesh=mesh,",
             f"    in_specs={_write_entries(specs[0])},",
             f"    out_specs={_write_entries(specs[-1])},",
+            # The check cannot infer that an all_gather is equal on all devices, and refuses
+            # the out_specs of a gathered dimension.
             "    check_vma=False,",
             ")",
             "def reshard(x):",

@@ -451,7 +451,8 @@ class _ModuleWriter:
             )
         grid = before.mesh.shape
         source, target = np.array(sorted(step.pairs, key=lambda pair: pair[1])).T
-        # The coordinates of each process's receiver and sender: `(axes, processes)`.
+        # The coordinates of each process's receiver and sender: `(axes, processes)`. `argsort`
+        # inverts the permutation: process `p` sends to the process whose source is `p`.
         to = np.array(np.unravel_index(np.argsort(source), grid))
         back = np.array(np.unravel_index(source, grid))
         own = np.array(np.unravel_index(target, grid))
