@@ -13,7 +13,6 @@ them. If neither judge knows the architecture, nothing is checked, and a note re
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import import_module
@@ -130,7 +129,7 @@ def check_sharded_model(
     def without_expected(found: TensorDifferences) -> TensorDifferences:
         found = _without_padding(_without_expected(found, config, left_out), config)
         unknown = tuple(name for name in found.unknown if not is_meant(name))
-        return dataclasses.replace(found, unknown=unknown)
+        return found.replace(unknown=unknown)
 
     found = without_expected(recorded[0])
     if _list_refused(found, allowed):
@@ -236,8 +235,7 @@ def _without_expected(
         for name in found.unknown
         if _OLD_BUFFERS.search(name) or any(name.startswith(prefix) for prefix in extra)
     ]
-    return dataclasses.replace(
-        found,
+    return found.replace(
         missing=tuple(name for name in found.missing if name[0] not in left_out),
         unknown=tuple(name for name in found.unknown if name not in ignored),
         ignored=(*found.ignored, *ignored),
@@ -252,7 +250,7 @@ def _without_padding(found: TensorDifferences, config: Mapping[str, Any]) -> Ten
         for name, shape, expected in found.misshapen
         if name not in padded or shape[1:] != expected[1:]
     )
-    return dataclasses.replace(found, misshapen=misshapen)
+    return found.replace(misshapen=misshapen)
 
 
 def _extra_layers(config: Mapping[str, Any]) -> tuple[str, ...]:

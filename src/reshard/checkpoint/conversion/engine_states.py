@@ -288,23 +288,23 @@ def shard_by_engine(
 
 def check_sources(checkpoint: Checkpoint, engine: EngineLayout) -> None:
     """Raise RecipeError if an engine's layout belongs to another checkpoint."""
-    told = f"the layout of {engine.engine} {engine.version} for {engine.mesh.text}"
+    described = f"the layout of {engine.engine} {engine.version} for {engine.mesh.text}"
     missing = [name for name in checkpoint.tensors if name not in engine.sources]
     if missing:
         raise RecipeError(
             f"{len(missing)} tensors of {checkpoint.folder} (first: {missing[0]!r}) are not in "
-            f"{told}; derive it from this checkpoint"
+            f"{described}; derive it from this checkpoint"
         )
     absent = [name for name in engine.sources if name not in checkpoint.tensors]
     if absent:
         raise RecipeError(
-            f"{told} has {len(absent)} tensors (first: {absent[0]!r}) that {checkpoint.folder} has "
-            "not; derive it from this checkpoint"
+            f"{described} has {len(absent)} tensors (first: {absent[0]!r}) that are missing from "
+            f"{checkpoint.folder}; derive it from this checkpoint"
         )
     for name, tensor in checkpoint.tensors.items():
         shape = engine.sources[name].shape
         if shape != tensor.shape:
             raise RecipeError(
                 f"{name!r} has shape {list(tensor.shape)} in {checkpoint.folder}, and "
-                f"{list(shape)} in {told}; derive it from this checkpoint"
+                f"{list(shape)} in {described}; derive it from this checkpoint"
             )

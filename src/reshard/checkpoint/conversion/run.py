@@ -358,8 +358,8 @@ class _ConversionRun:
                 self.checksums.close_targets(self.targets, self.upload.spread)
             own = np.flatnonzero(self.finished)
             found = self.digests.found[own].tobytes()
-            for told in self.upload.meet([sent for *_, sent, _ in done], own, found):
-                self._note(*told)
+            for result in self.upload.meet([sent for *_, sent, _ in done], own, found):
+                self._note(*result)
         if self.processes.rank:
             return
         missing = int(np.count_nonzero(~self.finished))

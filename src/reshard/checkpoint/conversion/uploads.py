@@ -254,9 +254,9 @@ class ConversionUpload(Closing):
                 self._sender.put(part)
 
     def _send(self, part: int) -> None:
-        self._upload.send(part, self._content, self._give_back)
+        self._upload.send(part, self._content, self._release)
 
-    def _give_back(self, name: str, start_bytes: int, stop_bytes: int) -> None:
+    def _release(self, name: str, start_bytes: int, stop_bytes: int) -> None:
         self._targets[name].release(start_bytes, stop_bytes)
 
     def state(self) -> bytes:
@@ -278,16 +278,16 @@ class ConversionUpload(Closing):
             sent: the parts that each process sent.
             numbers, digests: the blocks that the first process of each host knows to be done.
         """
-        told = None
+        result = None
         if self.here.rank == 0:
             for state in sent:
                 self._upload.merge(state)
             if self.here.host:
                 self._send_rest()
-                told = (numbers, digests, self.state())
+                result = (numbers, digests, self.state())
         if self.hosts == 1:
             return
-        for found in self._processes.collect(told):
+        for found in self._processes.collect(result):
             if found is not None and self._processes.rank == 0:
                 self._upload.merge(found[2])
                 yield found[:2]

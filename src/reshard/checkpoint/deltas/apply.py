@@ -16,7 +16,6 @@ base.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -210,8 +209,8 @@ def patch(base: Checkpoint, deltas: Sequence[Delta]) -> ChangedElements:
             computed.setdefault(name, PatchedTensor(name, None, state.steps))
         elif name not in computed and stored.digest is None and state.digests is not None:
             # The digest that the deltas recorded is verified when the tensor is read.
-            stored = dataclasses.replace(stored, digest=tensor_digest(state.digests))
-        tensors[name] = dataclasses.replace(stored, name=name)
+            stored = stored.replace(digest=tensor_digest(state.digests))
+        tensors[name] = stored.replace(name=name)
     return ChangedElements(
         _add_auxiliary(base, deltas, tensors), computed, rewritten=_read_all_rewritten(deltas)
     )
@@ -295,8 +294,7 @@ def _add_auxiliary(
     }
     files = [StoredFile(_name(delta), delta.size_bytes, 0) for delta in deltas]
     notes = [note for delta in deltas for note in delta.notes]
-    return dataclasses.replace(
-        base,
+    return base.replace(
         tensors=tensors,
         files=(*base.files, *files),
         identities={**base.identities, **{_name(delta): delta.identity for delta in deltas}},
@@ -320,7 +318,7 @@ def _find_item(items: Mapping[str, StoredItem], delta: Delta, entry: AuxiliaryBy
                 f"{entry.name!r} of {delta.path} is not in the base; the delta is for another "
                 "checkpoint"
             )
-        return dataclasses.replace(kept, digest=entry.digest)
+        return kept.replace(digest=entry.digest)
     place = FileRange(_name(delta), HEADER_BYTES + entry.start_bytes)
     return StoredItem(
         entry.name, place, entry.size_bytes, entry.rank, entry.transforms, entry.digest
@@ -425,8 +423,7 @@ def plan_application(
         for name, tensor in patched.computed.items()
         if name in conversion.write_plan.tensors
     }
-    return dataclasses.replace(
-        conversion,
+    return conversion.replace(
         computed={**conversion.computed, **computed},
         rewritten={**conversion.rewritten, **patched.rewritten},
         resolved={

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -159,7 +158,7 @@ def run_and_report(
             running_processes(wait_s=wait_s or DEFAULT_WAIT_S) as processes,
             shown_progress(verb, quiet or processes.rank > 0) as progress,
         ):
-            options = dataclasses.replace(options, progress=progress, processes=processes)
+            options = options.replace(progress=progress, processes=processes)
             report = run_conversion(conversion, options)
     except KeyboardInterrupt:
         raise InterruptedRunError("interrupted; the same command continues") from None

@@ -168,7 +168,7 @@ def _choose_tensors(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> Checkp
         for name, why in checkpoint.unreadable.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-    return dataclasses.replace(checkpoint, tensors=tensors, unreadable=unreadable)
+    return checkpoint.replace(tensors=tensors, unreadable=unreadable)
 
 
 def _drawing(tensor: StoredTensor) -> str:

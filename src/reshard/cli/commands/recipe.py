@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +163,7 @@ def check(
     found = assign_tensors(opened, mesh, by_hand, chosen, ALLOWANCES)
     if chosen is not None:
         chosen.expect_options_read(chosen_options, mesh, found.matched.values())
-    found = replace(found, notes=(*describe_order(mesh, written), *found.notes))
+    found = found.replace(notes=(*describe_order(mesh, written), *found.notes))
     described = _describe_assignment(opened, mesh, found, by_hand, chosen)
     compared: dict[str, Any] | None = None
     if against is not None:
