@@ -32,6 +32,7 @@ from reshard.spmd.core.operator import operator_of
 from reshard.spmd.graph import Graph, Operation, Value
 from reshard.spmd.programs.reshard_insertion import insert_reshards
 from reshard.spmd.rules.sharding_rule import OpShardingRule
+from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.estimates import InsertedReshard, TracedOperation
 from reshard.spmd.tracing.trace import Trace, trace_graph
 from reshard.topology import Topology
@@ -43,7 +44,7 @@ NO_RULE = OpShardingRule([], [], [])
 """Stands for the rule of an operation whose operands are not known yet."""
 
 
-def decompose(traced: Trace) -> Trace | None:
+def decompose(traced: Trace, runner: AbstractRunner | None = None) -> Trace | None:
     """Trace the function with products in pieces; None if that is not faster.
 
     This is decided for each reshard separately, by the trace's topology and its devices. Without
@@ -52,7 +53,7 @@ def decompose(traced: Trace) -> Trace | None:
     topology = traced.topology
     if topology is None or topology.device is None:
         return None
-    inserted = insert_reshards(traced.graph, is_final=False)
+    inserted = insert_reshards(traced.graph, is_final=False, runner=runner)
     graph = inserted.graph
     estimates = [
         None if operation.target is not None else traced.operations[place]
@@ -62,7 +63,7 @@ def decompose(traced: Trace) -> Trace | None:
     if not chosen:
         return None
     graph = _PieceWriter(graph, estimates, chosen).run()
-    return trace_graph(graph, traced.strategy, topology, traced.library)
+    return trace_graph(graph, traced.strategy, topology, traced.library, runner)
 
 
 class _Pieces(NamedTuple):

@@ -12,7 +12,7 @@ faster.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from reshard.errors import UsageError
 from reshard.runs import IntArray
-from reshard.spmd.graph import Graph
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.programs.decomposition import decompose
 from reshard.spmd.programs.program import make_steps
 from reshard.spmd.programs.reshard_insertion import insert_reshards
@@ -45,19 +45,26 @@ def check_overlap(overlap: Any) -> None:
         )
 
 
-def estimate_overlap(traced: Trace, overlap: int, donated: Sequence[int] = ()) -> Trace:
+def estimate_overlap(
+    traced: Trace,
+    overlap: int,
+    donated: Sequence[int] = (),
+    runner: AbstractRunner | None = None,
+) -> Trace:
     """Estimate the memory and the time of a trace with overlap.
 
     Args:
         traced: of the function.
         overlap: the maximum number of reshards of a kind in flight.
         donated: inputs that the caller does not keep, by number.
+        runner: as for `insert_reshards`.
     """
-    inserted = insert_reshards(traced.graph)
-    steps, constants = make_steps(inserted, AbstractRunner(traced.graph.library))
+    runner = AbstractRunner(traced.graph.library) if runner is None else runner
+    inserted = insert_reshards(traced.graph, runner=runner)
+    steps, constants = make_steps(inserted, runner)
     order = overlapped_order(steps, {*constants, *inserted.graph.outputs}, overlap)
     gone = () if inserted.looks_at_elements else donated
-    operations = _count_memory(traced, inserted.graph, steps, order, gone)
+    operations = _count_memory(traced, inserted.types, steps, order, gone)
     if traced.topology is None:
         return replace(traced, operations=operations)
     overlapped_s = _count_seconds(traced, steps, order)
@@ -66,7 +73,7 @@ def estimate_overlap(traced: Trace, overlap: int, donated: Sequence[int] = ()) -
 
 def _count_memory(
     traced: Trace,
-    graph: Graph,
+    types: Mapping[int, ArrayType],
     steps: Sequence[ProgramStep],
     order: Sequence[Action],
     donated: Collection[int],
@@ -74,7 +81,7 @@ def _count_memory(
     ranks = traced.ranks
     # The caller keeps the other arguments.
     made = {register for one in steps for register in one.makes}
-    sizes = {n: count_held(graph.values[n].type, ranks) for n in (*made, *donated)}
+    sizes = {number: count_held(types[number], ranks) for number in (*made, *donated)}
     held: IntArray = np.array(held_bytes(traced.inputs, ranks))
     found: list[tuple[IntArray, IntArray] | None] = [None] * len(traced.operations)
     at = 0
@@ -149,11 +156,13 @@ def overlapped(
 
     Args: those of `estimate_overlap`, and the limit on the memory of a rank.
     """
-    whole = estimate_overlap(traced, overlap, donated)
-    in_pieces = decompose(traced)
+    # One runner, so that equal operations are compiled once.
+    runner = AbstractRunner(traced.graph.library)
+    whole = estimate_overlap(traced, overlap, donated, runner)
+    in_pieces = decompose(traced, runner)
     if in_pieces is None or whole.overlapped_s is None:
         return whole
-    found = estimate_overlap(in_pieces, overlap, donated)
+    found = estimate_overlap(in_pieces, overlap, donated, runner)
     fits = live_bytes is None or max(found.peak_bytes.values()) <= live_bytes
     is_quicker = found.overlapped_s is not None and found.overlapped_s < whole.overlapped_s
     return found if fits and is_quicker else whole

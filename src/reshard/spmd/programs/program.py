@@ -120,12 +120,8 @@ def compile_graph(
     graph = inserted.graph
     steps, constants = make_steps(inserted, runner)
     order = overlapped_order(steps, {*constants, *outputs}, overlap)
-    inputs = [
-        number
-        for number, kind in zip(graph.inputs, graph.input_types, strict=True)
-        if kind is not None
-    ]
-    reused = find_reused(order, steps, [value.type for value in graph.values])
+    inputs = [number for number in graph.inputs if number in inserted.types]
+    reused = find_reused(order, steps, inserted.types)
     runs = [
         (_make_run(one, steps[one.step], reused.get(place)), one.frees)
         for place, one in enumerate(order)

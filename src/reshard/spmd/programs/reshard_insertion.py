@@ -45,12 +45,19 @@ class ReshardInsertion:
         operands: for each, the types of its operands in the shardings that it reads, and numbers as
             they are.
         places: for each, the place of the operation of `graph` that it is for.
+        types: the types of the values of the new graph that are arrays, by number.
     """
 
     def __init__(self, graph: Graph, is_final: bool = True) -> None:
         self.calls: list[CompiledCall | None] = []
         self.operands: list[tuple[Any, ...]] = []
         self.places: list[int] = []
+        # Kept, because it takes long to make the types of values anew.
+        self.types: dict[int, ArrayType] = {
+            number: kind
+            for number, kind in zip(graph.inputs, graph.input_types, strict=True)
+            if kind is not None
+        }
         self._graph = graph
         self._is_final = is_final
         self._values = list(graph.values)
@@ -117,11 +124,17 @@ class ReshardInsertion:
             return
         kinds = [x.type for x in made] if called is None else called.made
         for number, kind in zip(operation.results, kinds, strict=True):
-            self._values[number] = Value(number, kind.shape, kind.dtype.name, kind.spec)
-        self._add(replace(operation, operands=tuple(operands)), types, called)
+            self._set_value(number, kind)
+        if operands != list(operation.operands):
+            operation = replace(operation, operands=tuple(operands))
+        self._add(operation, types, called)
         for number, kind, x, there in zip(operation.results, kinds, made, results, strict=True):
             at = self._move(number, kind, x.type.spec)
             self._numbers[number] = self._move(at, x.type, there.type.spec)
+
+    def _set_value(self, number: int, kind: ArrayType) -> None:
+        self.types[number] = kind
+        self._values[number] = Value(number, kind.shape, kind.dtype.name, kind.spec)
 
     def _add(
         self,
@@ -150,7 +163,7 @@ class ReshardInsertion:
             if result is None:
                 result = len(self._values)
                 self._values.append(self._values[number])
-            self._values[result] = Value(result, kind.shape, kind.dtype.name, spec)
+            self._set_value(result, kind.with_spec(spec))
             self._add(Operation.with_sharding(number, result, kind.shape, spec), (kind,))
         self._moved[number, spec] = result
         return result
@@ -164,8 +177,15 @@ class ReshardInsertion:
         return self._is_final and (kind.spec is None or before.mesh.devices != spec.mesh.devices)
 
 
-def insert_reshards(graph: Graph, is_final: bool = True) -> ReshardInsertion:
+def insert_reshards(
+    graph: Graph, is_final: bool = True, runner: AbstractRunner | None = None
+) -> ReshardInsertion:
     """Insert the reshards of a graph to which shardings are assigned, without executing it.
+
+    Args:
+        graph: the graph; see `assign_shardings`.
+        is_final: as for `ReshardInsertion`.
+        runner: an abstract runner that has compiled such operations already; if None, a new runner.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.spmd import abstract, trace
@@ -175,5 +195,6 @@ def insert_reshards(graph: Graph, is_final: bool = True) -> ReshardInsertion:
     [('with_sharding', (0,), (2,)), ('matmul', (2, 0), (1,))]
     """
     insertion = ReshardInsertion(graph, is_final)
-    interpret(graph, abstract_inputs(graph, AbstractRunner(graph.library)), insertion.observe)
+    runner = AbstractRunner(graph.library) if runner is None else runner
+    interpret(graph, abstract_inputs(graph, runner), insertion.observe)
     return insertion

@@ -34,7 +34,7 @@ many numbers. The operand must
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -225,7 +225,7 @@ MIN_REUSED_BYTES = 1 << 16
 
 
 def find_reused(
-    order: Sequence[Action], steps: Sequence[ProgramStep], kinds: Sequence[ArrayType]
+    order: Sequence[Action], steps: Sequence[ProgramStep], kinds: Mapping[int, ArrayType]
 ) -> dict[int, int]:
     """Find the operands whose memory actions may write their results to.
 
