@@ -32,7 +32,7 @@ def asks(connected: socket.socket) -> bool:
     return bool(connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
 
 
-def test_what_is_asked() -> None:
+def test_connections_get_the_user_timeout() -> None:
     with socket.socket() as one:
         set_user_timeout(one, 2.5)
         assert asks(one)
@@ -40,7 +40,7 @@ def test_what_is_asked() -> None:
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
 
 
-def test_what_is_sent_does_not_begin_a_silence_anew() -> None:
+def test_sent_data_does_not_restart_a_silence() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as one,
@@ -55,7 +55,7 @@ def test_what_is_sent_does_not_begin_a_silence_anew() -> None:
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 500
 
 
-def test_who_does_not_answer_seems_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_respond_is_unresponsive(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as one,
@@ -70,7 +70,7 @@ def test_who_does_not_answer_seems_silent(monkeypatch: pytest.MonkeyPatch) -> No
     assert not is_unresponsive(one, 3.0)
 
 
-def test_only_connections_that_are_opened_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_connections_get_the_user_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         with socket.create_connection(address) as before:
@@ -114,7 +114,7 @@ def comes(is_so: Callable[[], object]) -> bool:
     return bool(is_so())
 
 
-def test_all_learn_who_has_ended(store: SealedStore, desk: HeartbeatServer) -> None:
+def test_all_processes_learn_which_process_ended(store: SealedStore, desk: HeartbeatServer) -> None:
     ends: list[Heartbeat] = [desk, line(store), line(store), line(store)]
     tokens = [one.token for one in ends]
     assert [one.find_departed(tokens) for one in ends] == ["", "", "", ""]
@@ -130,7 +130,7 @@ def test_all_learn_who_has_ended(store: SealedStore, desk: HeartbeatServer) -> N
         one.close()
 
 
-def test_the_end_of_the_first_rank(store: SealedStore) -> None:
+def test_processes_learn_that_the_first_rank_ended(store: SealedStore) -> None:
     desk = HeartbeatServer(store, "127.0.0.1", 3.0)
     found = line(store)
     # Once it is known, nobody comes between.
@@ -154,7 +154,9 @@ GARBAGE = (b"", b"\0" * 10, b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 4, os.uran
 
 
 @pytest.mark.parametrize("said", GARBAGE, ids=["nothing", "little", "http", "much"])
-def test_strangers_are_turned_away(store: SealedStore, desk: HeartbeatServer, said: bytes) -> None:
+def test_unauthenticated_connections_are_closed(
+    store: SealedStore, desk: HeartbeatServer, said: bytes
+) -> None:
     own = line(store)
     host, _, port = store.get("presence").decode().rpartition(" ")
     for _ in range(3):
@@ -171,7 +173,9 @@ def test_strangers_are_turned_away(store: SealedStore, desk: HeartbeatServer, sa
     own.close()
 
 
-def test_who_lacks_the_secret_is_nobody(store: SealedStore, desk: HeartbeatServer) -> None:
+def test_a_process_without_the_secret_is_not_admitted(
+    store: SealedStore, desk: HeartbeatServer
+) -> None:
     own = line(store)
     stranger = SealedStore(dist.HashStore(), b"another key")
     stranger.set("presence", store.get("presence"))
@@ -184,7 +188,7 @@ def test_who_lacks_the_secret_is_nobody(store: SealedStore, desk: HeartbeatServe
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_all_learn_how_a_process_ended(
+def test_all_processes_learn_how_a_process_ended(
     store: SealedStore, desk: HeartbeatServer, is_silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_silent:
@@ -202,7 +206,9 @@ def test_all_learn_how_a_process_ended(
     other.close()
 
 
-def test_who_is_cut_off_knows_it(store: SealedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disconnected_process_detects_it(
+    store: SealedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     desk = HeartbeatServer(store, "127.0.0.1", 3.0)
     found = line(store)
     assert comes(lambda: desk._known)
@@ -214,7 +220,7 @@ def test_who_is_cut_off_knows_it(store: SealedStore, monkeypatch: pytest.MonkeyP
     found.close()
 
 
-def test_who_does_not_answer_seems_cut_off_before_it_is(
+def test_an_unresponsive_host_seems_disconnected_before_the_timeout(
     store: SealedStore, desk: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = line(store)

@@ -44,7 +44,7 @@ from reshard.torch.links.sealed_store import (  # noqa: E402
         7,
     ],
 )
-def test_what_is_no_address(url: str) -> None:
+def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(UsageError, match=r"tcp://10\.0\.0\.1:29400"):
         LinkAddress.of(url)
 
@@ -85,12 +85,12 @@ def test_a_store_is_served_and_reached() -> None:
         place.open_store(True, "s", 1)
 
 
-def test_nobody_serves_it() -> None:
+def test_a_store_without_a_server_is_named() -> None:
     with pytest.raises(LinkError, match="nobody serves"):
         LinkAddress("127.0.0.1", free_port()).open_store(False, "s", 0.3)
 
 
-def test_what_listens_there_is_no_store() -> None:
+def test_a_server_that_is_not_a_store_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = LinkAddress("127.0.0.1", other.getsockname()[1])
         with pytest.raises(LinkError, match="another program has the port"):
@@ -120,7 +120,7 @@ def test_addresses_where_others_may_listen(host: str) -> None:
         LinkAddress(host, 1).check_privacy()
 
 
-def test_connect_refuses_such_before_anything_else() -> None:
+def test_connect_refuses_public_addresses_first() -> None:
     with pytest.raises(UsageError, match="insecure=True"):
         connect("tcp://192.0.2.1:1", "engine", rank=0, ranks=1, secret="s", timeout_s=0.1)
     with pytest.raises(LinkError, match=r"does not answer|nobody serves"):
@@ -137,7 +137,7 @@ def open_both() -> tuple[dist.Store, SealedStore, SealedStore]:
     return server, SealedStore(server, key), SealedStore(server, key)
 
 
-def test_what_one_writes_the_other_reads() -> None:
+def test_values_are_read_by_other_processes() -> None:
     _, mine, theirs = open_both()
     mine.set("a", "text")
     mine.set("b", b"\x00\xff")
@@ -161,17 +161,17 @@ def test_values_of_others_are_refused() -> None:
         theirs.get("a")
 
 
-def test_keys_say_nothing_of_their_names() -> None:
+def test_sealed_keys_do_not_contain_names() -> None:
     _, mine, _ = open_both()
     assert "card" not in mine._seal_key("0/card/1")
     assert mine._seal_key("0/card/1") != mine._seal_key("0/card/2")
 
 
-def test_parts_of_a_code_are_not_run_together() -> None:
+def test_codes_separate_their_parts() -> None:
     assert code_of(b"k", b"ab", b"c") != code_of(b"k", b"a", b"bc")
 
 
-def test_torchs_own_groups_take_it() -> None:
+def test_torch_creates_groups_with_it() -> None:
     _, mine, _ = open_both()
     prefixed = dist.PrefixStore("gloo", mine)
     group = dist.ProcessGroupGloo(prefixed, 0, 1, datetime.timedelta(seconds=5))
@@ -180,7 +180,7 @@ def test_torchs_own_groups_take_it() -> None:
     assert tensor.tolist() == [1, 1]
 
 
-def test_a_closed_store_says_so_and_keeps_no_connection() -> None:
+def test_a_closed_store_raises_and_keeps_no_connection() -> None:
     _, mine, theirs = open_both()
     mine.set("a", "text")
     theirs.close()
@@ -217,7 +217,7 @@ def test_clients_read_what_others_write(server: StoreServer) -> None:
     assert theirs.delete_key("a") and not theirs.delete_key("a") and not mine.check(["a"])
 
 
-def test_many_at_once(server: StoreServer) -> None:
+def test_many_clients_are_served_concurrently(server: StoreServer) -> None:
     lines = [open_line(server) for _ in range(4)]
     threads = [
         threading.Thread(target=lambda line=line: [line.add("n", 1) for _ in range(50)])
@@ -230,7 +230,7 @@ def test_many_at_once(server: StoreServer) -> None:
     assert lines[0].add("n", 0) == 400
 
 
-def test_it_listens_at_its_address_alone(server: StoreServer) -> None:
+def test_a_server_listens_at_its_address_only(server: StoreServer) -> None:
     port = server.addresses[0][1]
     listening = [
         line.split()[1]
@@ -256,7 +256,7 @@ def test_an_address_that_is_of_no_interface_of_this_host(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.0\r\n\r\n", b"\0" * 31])
-def test_strangers_hold_up_nobody(server: StoreServer, says: bytes) -> None:
+def test_unauthenticated_connections_delay_no_client(server: StoreServer, says: bytes) -> None:
     with contextlib.ExitStack() as opened:
         for _ in range(300):
             stranger = opened.enter_context(socket.create_connection(server.addresses[0]))
@@ -268,7 +268,9 @@ def test_strangers_hold_up_nobody(server: StoreServer, says: bytes) -> None:
         assert time.monotonic() - begun_s < 2
 
 
-def test_more_strangers_than_are_kept(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_unauthenticated_connections_are_closed(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sealed_store, "_MAX_UNKNOWN", 3)
     with contextlib.ExitStack() as opened:
         for _ in range(20):
@@ -276,7 +278,7 @@ def test_more_strangers_than_are_kept(server: StoreServer, monkeypatch: pytest.M
         assert open_line(server).add("n", 1) == 1
 
 
-def test_strangers_see_nothing_and_are_closed(
+def test_unauthenticated_requests_are_not_answered(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_line(server).set("a", b"precious")
@@ -302,12 +304,12 @@ def test_a_client_that_announces_too_much_is_closed(server: StoreServer) -> None
         line.get("a")
 
 
-def test_another_secret_is_said_at_once(server: StoreServer) -> None:
+def test_a_client_with_another_secret_is_refused_at_once(server: StoreServer) -> None:
     with pytest.raises(LinkError, match="another secret"):
         open_line(server, "t")
 
 
-def test_a_server_of_something_else() -> None:
+def test_another_server_is_not_taken_for_a_store() -> None:
     def greet(listener: socket.socket) -> None:
         with listener.accept()[0] as found:
             found.sendall(b"SSH-2.0-OpenSSH_9.6\r\n" * 10)
@@ -320,7 +322,7 @@ def test_a_server_of_something_else() -> None:
         thread.join()
 
 
-def test_a_server_that_ends(server: StoreServer) -> None:
+def test_clients_of_an_ended_server_raise(server: StoreServer) -> None:
     line = open_line(server)
     server.close()
     server.close()
@@ -329,7 +331,7 @@ def test_a_server_that_ends(server: StoreServer) -> None:
             line.get("a")
 
 
-def test_a_server_that_nobody_has_ends() -> None:
+def test_an_unreferenced_server_ends() -> None:
     found = StoreServer([("127.0.0.1", 0)], "s")
     line = open_line(found)
     del found

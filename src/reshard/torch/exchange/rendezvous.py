@@ -181,12 +181,28 @@ def meet(group: dist.ProcessGroup) -> Rendezvous:
         numbers = dist.get_process_group_ranks(group)
         peers = tuple(PeerInfo("", number, "", 0) for number in numbers)
         return Rendezvous(peers, position, 0, timeout, group=group)
-    probe = _Probe(group)
+    losses: list[str] = []
+
+    def probe() -> None:
+        # Gloo reports at once if a process of the group has ended.
+        try:
+            group.allreduce([torch.zeros(1)]).wait()
+        except RuntimeError as error:
+            losses.append(str(error))
+
+    thread = threading.Thread(target=probe, name="reshard probe", daemon=True)
+    is_probed = any(device.type == "cpu" for device in group._device_types)
+    if is_probed:
+        thread.start()
     try:
         generation = (store.add("arrivals", 1) - 1) // group.size()
     except RuntimeError as error:
         raise _describe_loss(error) from error
-    return meet_at(store, position, group.size(), timeout, generation, probe)
+    found = meet_at(store, position, group.size(), timeout, generation, lambda: "".join(losses))
+    if is_probed:
+        # All ranks have arrived and probed, so later calls of the group follow the probes.
+        thread.join()
+    return found
 
 
 def meet_at(
@@ -195,7 +211,7 @@ def meet_at(
     ranks: int,
     timeout: datetime.timedelta,
     generation: int = 0,
-    probe: _Probe | None = None,
+    find_loss: Callable[[], str] = str,
     *,
     job: str | None = None,
     home_rank: int = 0,
@@ -205,6 +221,7 @@ def meet_at(
     """Meet at a store: all ranks call this with equal generations. Raises as `meet` does.
 
     Args:
+        find_loss: returns why a rank will not arrive; empty if unknown.
         job, home_rank: a name that all ranks of this process's job share, and its rank there, if
             torch does not know them.
         address: by which other ranks reach this rank.
@@ -222,15 +239,13 @@ def meet_at(
             here = [n for n, key in keys.items() if n not in peers and store.check([key])]
             peers |= {number: PeerInfo(**json.loads(store.get(keys[number]))) for number in here}
             waited_s = time.monotonic() - begun_s
-            lost = (probe.error if probe else "") or (watch.find_lost() if watch else "")
+            lost = find_loss() or (watch.find_lost() if watch else "")
             if not here and (lost or _has_notes(store, generation, ranks) or waited_s > limit_s):
                 leave_note(store, generation, position, "")
                 causes = _find_causes(store, generation, position, range(ranks), peers, watch)
                 raise RunError(f"nothing was moved: {causes or lost}")
             # The interval grows with the time waited.
             time.sleep(min(waited_s / 8, _LOOK_S))
-        if probe is not None:
-            probe.finish()
     except BaseException as error:
         # Leave a note, so that the others do not wait for this rank.
         leave_note(store, generation, position, "" if isinstance(error, RunError) else str(error))
@@ -257,29 +272,6 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
         if isinstance(found, datetime.timedelta):
             return found
     return None
-
-
-class _Probe:
-    """A thread that probes whether all processes of a process group are alive."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.error = ""
-        self.group = group
-        is_asked = any(one.type == "cpu" for one in group._device_types)
-        self._thread = threading.Thread(target=self._ask, name="reshard probe", daemon=True)
-        if is_asked:
-            self._thread.start()
-
-    def _ask(self) -> None:
-        try:
-            self.group.allreduce([torch.zeros(1)]).wait()
-        except RuntimeError as error:
-            self.error = str(error)
-
-    def finish(self) -> None:
-        """Wait for the probe. All ranks have arrived and probed, so later calls follow it."""
-        if self._thread.ident is not None:
-            self._thread.join()
 
 
 def _find_store(group: dist.ProcessGroup) -> Any:
