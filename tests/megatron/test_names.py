@@ -69,11 +69,11 @@ def test_every_layer_has_one_place(chunks: list[tuple[int, ...]]) -> None:
         assert layers.layers_of(place.stage, place.chunk)[place.number] == layer
 
 
-def test_one_stretch_a_stage_is_a_cut_of_sizes() -> None:
+def test_a_stage_of_one_chunk_is_sharded_by_sizes() -> None:
     assert PipelineLayers.windows([5, 7]).rule == Sizes((5, 7))
 
 
-def test_what_cannot_be() -> None:
+def test_layers_that_stages_cannot_share_are_errors() -> None:
     with pytest.raises(RuleError, match="13 layers cannot be cut evenly over pp 2 x vpp 1"):
         PipelineLayers.even(13, pp=2)
     with pytest.raises(RuleError, match="over pp 0"):
@@ -137,7 +137,7 @@ def test_global_names(rank: int, chunk: int, name: str, expected: str) -> None:
         ),
     ],
 )
-def test_names_beside_them(local: str, expected: str) -> None:
+def test_only_layers_of_the_stack_are_renumbered(local: str, expected: str) -> None:
     assert NAMES.global_name(local, rank=9) == expected
     assert NAMES.local_name(expected) == local
     assert NAMES.expert_rank(expected) is None
@@ -158,7 +158,7 @@ def test_another_stack() -> None:
     assert names.global_name("my_layers.1.weight", 1) == "my_layers.1.weight"
 
 
-def test_what_is_not_there() -> None:
+def test_layers_experts_and_ranks_that_do_not_exist_are_errors() -> None:
     with pytest.raises(NotationError, match="names layer of chunk 0 1, but there are 1 on rank 4"):
         NAMES.global_name("decoder.layers.1.x", 4)
     with pytest.raises(NotationError, match="names expert 3, but there are 3 on rank 4"):
@@ -174,7 +174,7 @@ def test_what_is_not_there() -> None:
             question("linear_fc1.weight6")
 
 
-def test_models_that_cannot_be() -> None:
+def test_contradictory_models_are_errors() -> None:
     with pytest.raises(NotationError, match="layers for 2 pipeline stages on ranks with pp=1"):
         MegatronNames(MegatronRanks(), PipelineLayers.windows([5, 7]))
     for count in (0, 3):

@@ -228,7 +228,7 @@ def test_plain_values_become_tuples() -> None:
         ({"shape": (4,), "true_length": -1}, RuleError, "true_length=-1"),
     ],
 )
-def test_attributes_that_cannot_be(
+def test_contradictory_attributes_are_errors(
     attributes: dict[str, Any], error: type[LayoutError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -247,13 +247,15 @@ def test_attributes_that_cannot_be(
         ({"shape": ((4,), (3,)), "true_length": 6}, r"into \[4, 4\], but the ranks have \[4, 3\]"),
     ],
 )
-def test_cuts_that_do_not_give_the_local_shapes(attributes: dict[str, Any], message: str) -> None:
+def test_cuts_that_do_not_give_the_local_shapes_are_errors(
+    attributes: dict[str, Any], message: str
+) -> None:
     parameter = MegatronParameter(TWO, tensor_model_parallel=True, **attributes)
     with pytest.raises(RuleError, match=message):
         parameter.spec()
 
 
-def test_places_that_are_not_there() -> None:
+def test_stages_and_expert_ranks_that_do_not_exist_are_errors() -> None:
     with pytest.raises(SpecError, match=r"only coordinates \[2\] of axis pp"):
         MegatronParameter(MegatronRanks(pp=2), (4,), stages=(2,)).spec()
 
@@ -385,12 +387,12 @@ EXPERT = "decoder.layers.0.mlp.experts.linear_fc1.weight1"
         ),
     ],
 )
-def test_rosters_that_do_not_fit(said: Rosters, message: str) -> None:
+def test_rosters_that_do_not_fit_are_errors(said: Rosters, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         gather_parameters(NAMES, said)
 
 
-def test_a_name_twice_on_a_rank() -> None:
+def test_a_name_that_a_rank_lists_twice_is_an_error() -> None:
     pairs = {rank: [[("w", NORM), ("w", NORM)]] for rank in range(2)}
     with pytest.raises(SpecError, match="rank 0 lists 'w' twice"):
         gather_parameters(MegatronNames(MegatronRanks(tp=2)), pairs)
@@ -399,7 +401,7 @@ def test_a_name_twice_on_a_rank() -> None:
         gather_parameters(MegatronNames(MegatronRanks(pp=2)), chunks)
 
 
-def test_layers_of_several_stages_under_one_name() -> None:
+def test_layers_of_several_stages_under_one_name_are_an_error() -> None:
     """Local names, taken for global ones, would make one tensor of two."""
     said = {rank: [{"decoder.layers.0.w": NORM}] for rank in range(2)}
     with pytest.raises(SpecError, match=r"is on stages \[0, 1\], but a layer is on one"):

@@ -138,12 +138,12 @@ def test_a_pipeline_that_would_differ_between_the_grids() -> None:
         ({"tp": 2, "etp": 1, "order": "tp-ep-pp"}, "leaves out edp, whose size is 2"),
     ],
 )
-def test_sizes_that_cannot_be(sizes: dict[str, object], message: str) -> None:
+def test_contradictory_sizes_are_errors(sizes: dict[str, object], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         MegatronRanks(**sizes)  # type: ignore[arg-type]
 
 
-def test_a_world_that_does_not_divide() -> None:
+def test_a_number_of_ranks_that_sizes_do_not_divide_is_an_error() -> None:
     with pytest.raises(MeshError, match="10 ranks cannot be cut into tp x cp x pp = 4"):
         MegatronRanks.of_world(10, tp=2, pp=2)
     with pytest.raises(MeshError, match="0 ranks"):
@@ -151,7 +151,7 @@ def test_a_world_that_does_not_divide() -> None:
 
 
 @pytest.mark.parametrize("words", ["tp-ep", "xp", "tp-tp", ""])
-def test_groups_that_are_not_there(words: str) -> None:
+def test_missing_groups_are_errors(words: str) -> None:
     with pytest.raises(MeshError, match="write words of one grid once each"):
         MegatronRanks(tp=2, dp=2).groups(words)
 
@@ -201,7 +201,7 @@ def test_what_holds_copies_needs_no_groups(ranks: MegatronRanks) -> None:
         assert mesh.shape == found.shape
 
 
-def test_without_groups_of_experts_they_are_cut_as_all_else() -> None:
+def test_experts_without_groups_are_sharded_as_other_parameters() -> None:
     grids = MegatronGrids.from_groups(groups_of(MegatronRanks(tp=2, dp=4), ("tp",)))
     assert (grids.expert_tp, grids.ep) == (2, 1)
     grids = MegatronGrids.from_groups(groups_of(MegatronRanks(tp=2, dp=4, ep=2), ("tp", "ep")))
@@ -246,12 +246,12 @@ def test_ranks_in_any_order_with_gaps() -> None:
         ),
     ],
 )
-def test_groups_that_cannot_be(groups: dict[int, Any], told: str) -> None:
+def test_contradictory_groups_are_errors(groups: dict[int, Any], told: str) -> None:
     with pytest.raises(MeshError, match=told):
         MegatronGrids.from_groups(groups)
 
 
-def test_layers_of_another_stack_are_no_copies() -> None:
+def test_layers_of_another_stack_are_not_copies() -> None:
     # Both stages have a layer 0 of their own, alike in all but what it is.
     names = MegatronNames(MegatronRanks(pp=2))
     rosters = {rank: [{"encoder.layers.0.w": LocalParameter((4, 2))}] for rank in (0, 1)}

@@ -165,7 +165,7 @@ def test_a_round_trip_through_any_cuts(data: st.DataObject) -> None:
         (cut(2, 3, partition_stride=2), cut(2, 3, partition_stride=2), RuleError, "of stride 2"),
     ],
 )
-def test_sides_that_do_not_meet(
+def test_sides_that_do_not_fit_together_are_errors(
     source: MegatronParameter, target: MegatronParameter, error: type[LayoutError], message: str
 ) -> None:
     for pair in itertools.permutations((source, target)):

@@ -223,7 +223,7 @@ def test_a_moment_of_an_unknown_class_is_unreadable(tmp_path: Path) -> None:
     assert lost.endswith(".exp_avg") and "OddTensor" in opened.unreadable[lost]
 
 
-def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
+def test_files_of_two_saves_are_an_error(tmp_path: Path) -> None:
     """A partition of a run over other ranks, or of another model."""
     folder = unpack("zero1-bf16-2-plain", tmp_path)
     other = unpack("zero2-bf16-4-frozen", tmp_path)

@@ -89,7 +89,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", [*SHAPES])
 @given(cuts=st.lists(st.integers(1, 30), max_size=3))
-def test_parts_make_what_was_cut(name: str, cuts: list[int]) -> None:
+def test_parts_are_joined_to_the_parameter_that_was_sharded(name: str, cuts: list[int]) -> None:
     """By each pattern, whatever ranges of a part a file has."""
     shape = SHAPES[name]
     whole = np.arange(np.prod(shape)).reshape(shape)
@@ -155,7 +155,7 @@ def test_a_map_counts_before_patterns() -> None:
         ({"affine_map": {"version": 2}}, "mapped", [(4, 2), (4, 1)], "affine_map of version 2"),
     ],
 )
-def test_what_does_not_tell_is_refused(
+def test_descriptions_that_do_not_determine_the_assembly_are_errors(
     info: Any, name: str, parts: list[tuple[int, ...]], expected: str
 ) -> None:
     """With what is wrong, of which parameter."""
@@ -164,7 +164,7 @@ def test_what_does_not_tell_is_refused(
 
 
 @pytest.mark.parametrize("offset", [-1, 9, 12])
-def test_pieces_outside_are_refused(offset: int) -> None:
+def test_pieces_outside_of_a_parameter_are_errors(offset: int) -> None:
     info = described()
     ranks = info["affine_map"]["params"]["^mapped$"]["ranks"]
     ranks[0]["pieces"][0]["source"] = [offset, [3, 1]]
@@ -172,7 +172,7 @@ def test_pieces_outside_are_refused(offset: int) -> None:
         Joiner(info, 2, "file").join("mapped", [(4, 2), (4, 1)])
 
 
-def test_a_map_with_a_hole_is_refused() -> None:
+def test_a_map_that_leaves_elements_out_is_an_error() -> None:
     info = described()
     ranks = info["affine_map"]["params"]["^mapped$"]["ranks"]
     del ranks[0]["pieces"][0]
@@ -181,7 +181,7 @@ def test_a_map_with_a_hole_is_refused() -> None:
         expect_elements(join, "file", "mapped")
 
 
-def test_without_info_a_checkpoint_is_refused(tmp_path: Any) -> None:
+def test_tensor_parallel_parts_without_a_description_are_an_error(tmp_path: Any) -> None:
     """Files with another name of the key: nothing tells how parts are joined."""
     folder = unpack("zero3-fp32-2-slices-over2", tmp_path)
     for path in folder.rglob("*model_states.pt"):

@@ -172,7 +172,7 @@ def test_a_new_loss_scaler_has_taken_no_step(tmp_path: Path) -> None:
     }
 
 
-def test_a_users_tensors_are_no_buffers(tmp_path: Path) -> None:
+def test_tensors_of_a_user_are_not_buffers(tmp_path: Path) -> None:
     """Of a model without buffers too: DeepSpeed refuses weights that the model does not have."""
     source = reshard.checkpoint.open(unpack("zero1-bf16-2-groups-data", tmp_path))
     shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
@@ -180,7 +180,7 @@ def test_a_users_tensors_are_no_buffers(tmp_path: Path) -> None:
     assert (parts.others, parts.buffers, parts.is_sure) == (("rng",), (), True)
 
 
-def test_weights_alone_are_refused(tmp_path: Path) -> None:
+def test_weights_without_optimizer_state_are_an_error(tmp_path: Path) -> None:
     """What ZeRO is made of is named, and what to do."""
     source = unpack("zero1-bf16-2-plain", tmp_path)
     reshard.checkpoint.convert(source, tmp_path / "hf", to="full", exclude=["optimizer.*"])
@@ -190,7 +190,7 @@ def test_weights_alone_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_other_axes_are_refused(tmp_path: Path) -> None:
+def test_other_axes_are_errors(tmp_path: Path) -> None:
     """ZeRO cuts over one axis."""
     source = unpack("zero1-bf16-2-plain", tmp_path)
     with pytest.raises(UsageError, match="data-parallel ranks alone"):
@@ -263,7 +263,7 @@ def test_experts_over_other_ranks(name: str, to: str, tmp_path: Path) -> None:
     assert not reshard.checkpoint.check_digests(new).damaged
 
 
-def test_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_experts_that_ranks_cannot_share_out_are_errors(tmp_path: Path) -> None:
     """Numbers of ranks that cannot share them out, and what DeepSpeed has no experts in."""
     source = unpack("zero1-bf16-4-experts-over2", tmp_path)
 
@@ -368,7 +368,7 @@ def test_a_source_without_counters_and_scheduler_is_noted(tmp_path: Path) -> Non
         assert any("load_lr_scheduler_states=False" in note for note in report.notes)
 
 
-def test_numbers_of_parameters_are_refused(tmp_path: Path) -> None:
+def test_state_by_numbers_of_parameters_is_an_error(tmp_path: Path) -> None:
     state = {n: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)} for n in range(2)}
     model = {name: torch.zeros(2) for name in ("a", "b", "c")}
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}

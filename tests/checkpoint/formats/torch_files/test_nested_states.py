@@ -82,7 +82,7 @@ def test_lists_are_walked_where_they_hold_tensors() -> None:
     assert flat.paths["a.1.1.b"] == ("a", 1, 1, "b")
 
 
-def test_what_is_no_data_is_unread() -> None:
+def test_objects_of_classes_are_not_read() -> None:
     state = {"a": Call(Global("m", "C"), ()), "b": [1, Call(Global("m", "D"), ())], "d": b"x"}
     flat = flatten_state(state, "x", is_leaf)
     assert flat.unread == {"a": "an object of m.C", "b": "an object of m.D", "d": "a bytes"}
