@@ -217,7 +217,7 @@ class EdgeMoves:
         shardings: Sequence[Sharding],
         runs_with: Sequence[Sharding | None],
     ) -> tuple[EdgeMoves, ...]:
-        """Those of an operand, kept and not, if there are any.
+        """Return the edges of an operand, those that it keeps and the others, if there are any.
 
         Args:
             moves, own, reads: those of the value.
