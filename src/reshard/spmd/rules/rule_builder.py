@@ -104,60 +104,67 @@ def from_dims(
     """
     tensors = [[_list_factors(dim) for dim in dims] for dims in (*operands, *results)]
     made = tensors[len(shapes) :]
-    every = (*shapes, *(result_shapes or ()))
-    # The dimensions of a factor alone, with their sizes.
-    places: dict[Any, list[tuple[int, int, int]]] = {}
-    for tensor, (dims, shape) in enumerate(zip(tensors, every, strict=False)):
-        for place, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+    # The sizes of the operands' dimensions that have a factor alone, and of the results'.
+    given: dict[Any, list[int]] = {}
+    returned: dict[Any, int] = {}
+    for dims, shape in zip(tensors, shapes, strict=False):
+        for dim, size in zip(dims, shape, strict=True):
             if len(dim) == 1:
-                places.setdefault(dim[0], []).append((tensor, place, size))
+                given.setdefault(dim[0], []).append(size)
+    for dims, shape in zip(made, result_shapes or (), strict=False):
+        for dim, size in zip(dims, shape, strict=True):
+            if len(dim) == 1:
+                returned.setdefault(dim[0], size)
     # In the order in which they are first named: a dictionary keeps it, a set would not.
     used = dict.fromkeys(factor for dims in (*made, *tensors) for dim in dims for factor in dim)
     found: dict[Any, int] = {}
     for factor in dict.fromkeys((*(one for one in order if one in used), *used)):
-        own = [size for tensor, _, size in places.get(factor, ()) if tensor < len(shapes)]
+        own = given.get(factor, ())
         if sizes is not None and factor in sizes:
             found[factor] = sizes[factor]
+        elif not own:
+            found[factor] = returned.get(factor, 1)
+        elif own.count(own[0]) == len(own):
+            found[factor] = own[0]
         elif factor in broadcast:
-            size = next((size for size in own if size != 1), 1)
-            for tensor, place, one in places[factor]:
-                if one == 1 != size and tensor < len(shapes):
+            size = next(size for size in own if size != 1)
+            if not {*own} <= {1, size}:
+                raise SpecError(
+                    f"shapes {', '.join(map(str, shapes))} do not broadcast; sizes counted from "
+                    "the end must be equal, or 1"
+                )
+            for tensor, shape in enumerate(shapes):
+                for place, dim in enumerate(tensors[tensor]):
                     # A dimension that is expanded has a factor by itself, before the other.
-                    tensors[tensor][place] = [(tensor, place)]
-                    found[tensor, place] = 1
-                elif one != size:
-                    raise SpecError(
-                        f"shapes {', '.join(map(str, shapes))} do not broadcast; sizes counted "
-                        "from the end must be equal, or 1"
-                    )
+                    if dim == (factor,) and shape[place] == 1:
+                        tensors[tensor][place] = ((tensor, place),)
+                        found[tensor, place] = 1
             found[factor] = size
-        elif len({*own}) > 1:
+        else:
             where = f" in `{pattern}`" if pattern else ""
             raise SpecError(
                 f"shapes {', '.join(map(str, shapes))}: "
                 f"{' and '.join(map(str, dict.fromkeys(own)))} are sizes of {factor}{where}; they "
                 "must be equal"
             )
-        else:
-            found[factor] = own[0] if own else next((n for *_, n in places.get(factor, ())), 1)
-    for tensor, (dims, shape) in enumerate(zip(tensors, every, strict=False)):
+    for tensor, (dims, shape) in enumerate(
+        zip(tensors, (*shapes, *(result_shapes or ())), strict=False)
+    ):
         for place, dim in enumerate(dims):
             if not dim:
-                dims[place] = [(tensor, place)]
+                dims[place] = ((tensor, place),)
                 found[tensor, place] = shape[place]
     of_results = {factor for dims in made for dim in dims for factor in dim}
     numbers = {factor: number for number, factor in enumerate(found)}
 
     def numbered(factors: Iterable[Any]) -> list[int]:
-        return [numbers[factor] for factor in factors if factor in numbers]
+        return [numbers[factor] for factor in factors if factor in numbers] if factors else []
 
     mappings = [[[numbers[factor] for factor in dim] for dim in dims] for dims in tensors]
-    kept_whole = [
-        factor
-        for factor in found
-        if factor in whole
-        or (factor not in of_results and factor not in reduced and factor not in moved)
-    ]
+    kept_whole = [*whole]
+    if found.keys() - of_results:
+        others = (factor for factor in found if factor not in of_results)
+        kept_whole += [one for one in others if one not in reduced and one not in moved]
     rule = OpShardingRule(
         mappings[: len(shapes)],
         mappings[len(shapes) :],
@@ -180,10 +187,8 @@ def from_dims(
     )
 
 
-def _list_factors(dim: Dim) -> list[Any]:
-    if dim is None:
-        return []
-    return list(dim) if isinstance(dim, tuple) else [dim]
+def _list_factors(dim: Dim) -> tuple[Any, ...]:
+    return dim if isinstance(dim, tuple) else () if dim is None else (dim,)
 
 
 def from_pattern(
@@ -212,33 +217,36 @@ def from_pattern(
     >>> print(from_pattern("*a k *b, *i -> *a *i *b", [(9, 8), (4,)], lengths={"a": 0}).rule)
     ([k, j], [i]) -> ([i, j]) {i=4, j=8, k=9} need_replication={k}
     """
-    spelt = _spell_pattern(pattern, tuple(map(len, shapes)), tuple((lengths or {}).items()))
+    spelt = _spell_pattern(
+        pattern,
+        tuple(map(len, shapes)),
+        order,
+        tuple((lengths or {}).items()),
+        tuple(kinds.items()),
+    )
     if spelt is None:
         raise SpecError(
             f"shapes {', '.join(map(str, shapes))}; shapes of the form `{pattern}` were expected"
         )
-    given, made, factors = spelt
-    # Factors are letters, or a letter or a dot, and a number.
-    chosen: dict[str, Any] = {
-        kind: value if kind == "reduction" else [one for one in factors if one[0] in value]
-        for kind, value in kinds.items()
-    }
-    leading = [one for one in factors if one[0] == "."]
-    chosen["broadcast"] = leading + chosen.get("broadcast", [])
-    first = [one for letter in order for one in factors if one[0] == letter]
+    operands, results, options = spelt
     return from_dims(
-        given, made, shapes, result_shapes, order=first, sizes=sizes, pattern=pattern, **chosen
+        operands, results, shapes, result_shapes, sizes=sizes, pattern=pattern, **options
     )
 
 
 # Cached, since operators are called for many shapes of few numbers of dimensions.
 @lru_cache(maxsize=4096)
 def _spell_pattern(
-    pattern: str, ranks: tuple[int, ...], lengths: tuple[tuple[str, int], ...]
-) -> tuple[Any, Any, list[str]] | None:
-    """Return the dimensions of operands and of results, and all factors; None if they do not fit.
+    pattern: str,
+    ranks: tuple[int, ...],
+    order: str,
+    lengths: tuple[tuple[str, int], ...],
+    kinds: tuple[tuple[str, str], ...],
+) -> tuple[list[Any], list[Any], dict[str, Any]] | None:
+    """Return the factors of operands and results, and the options of `from_dims`.
 
-    Raises SpecError for another number of operands.
+    Returns None if operands of other numbers of dimensions were expected. Raises SpecError for
+    another number of operands.
     """
     before, after = pattern.split("->")
     operands = [tensor.split() for tensor in before.split(",")] if before.strip() else []
@@ -251,9 +259,16 @@ def _spell_pattern(
     # Broadcasting gives the result the leading dimensions of the operand with the most.
     known["..."] = max((sum(str(one)[0] == "." for one in dims) for dims in given), default=0)
     made = [_spell(tensor.split(), known) for tensor in after.split(",")]
-    # Each factor once, as results name them and then operands.
     dims = itertools.chain.from_iterable((*made, *given))
-    return given, made, list(dict.fromkeys(one for dim in dims for one in _list_factors(dim)))
+    factors = list(dict.fromkeys(one for dim in dims for one in _list_factors(dim)))
+    # Factors are letters, or a letter or a dot, and a number.
+    options: dict[str, Any] = {
+        kind: value if kind == "reduction" else [one for one in factors if one[0] in value]
+        for kind, value in kinds
+    }
+    options["broadcast"] = [one for one in factors if one[0] == "."] + options.get("broadcast", [])
+    options["order"] = [one for letter in order for one in factors if one[0] == letter]
+    return given, made, options
 
 
 def _spell(words: Sequence[str], known: dict[str, int], ndim: int | None = None) -> Any:

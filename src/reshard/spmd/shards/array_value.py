@@ -182,7 +182,7 @@ class ReshardCache:
         """Move the shards of an array whose memory a program may have access to."""
         moved: Shards = move(array._shards)
         library = self._runner.library
-        is_small = self._count_bytes(array, spec) <= self.max_bytes
+        is_small = _count_bytes(array.type, spec, self._runner.has_every_shard) <= self.max_bytes
         if library.name != "numpy" or not is_small or library.state_of(array._shards) is None:
             return moved
         views = library.find_views(moved, array._shards)
@@ -201,7 +201,7 @@ class ReshardCache:
     def _keep(
         self, array: ArrayValue, kept: dict[ShardingSpec, Any], spec: ShardingSpec, moved: Shards
     ) -> Shards:
-        size_bytes = self._count_bytes(array, spec)
+        size_bytes = _count_bytes(array.type, spec, self._runner.has_every_shard)
         state = self._find_state(array, moved)
         if size_bytes <= self.max_bytes and _may_keep(array, state):
             kept[spec] = made = CachedShards(moved, state)
@@ -211,9 +211,6 @@ class ReshardCache:
                 while self.size_bytes > self.max_bytes:
                     self._drop_oldest()
         return moved
-
-    def _count_bytes(self, array: ArrayValue, spec: ShardingSpec) -> int:
-        return _count_bytes(array.type, spec, self._runner.has_every_shard)
 
     def _drop_oldest(self) -> None:
         reference, size_bytes = self._order.popleft()

@@ -20,7 +20,7 @@ import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reshard.errors import MeshError, ShardError, UsageError
@@ -584,7 +584,8 @@ def _compile(
         is_single,
         shares_failure,
     )
-    done = replace(done, run=make_run(done, operator, movements, runner, wrap))
+    # Set afterwards, since the function is made from the record that it belongs to.
+    object.__setattr__(done, "run", make_run(done, operator, movements, runner, wrap))
     if len(runner.calls) >= MAX_CACHED:
         runner.calls.clear()
     runner.calls[key] = done
