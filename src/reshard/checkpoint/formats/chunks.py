@@ -53,6 +53,7 @@ class ChunkBinder:
         if key not in self._numbers:
             self._numbers[key] = len(self._kinds)
             boxes = [(str(region.container), region.box) for _, region in chunks]
+            # Ranks that saved without collectives each have a copy of what they hold alike.
             if has_copies:
                 boxes = [(file, box) for box, file in {b: f for f, b in reversed(boxes)}.items()]
             _check_disjoint(self._folder, name, boxes)

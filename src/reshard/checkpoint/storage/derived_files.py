@@ -225,6 +225,7 @@ class ScratchFile(SourceFile):
         for piece in part.create(self._read_source):
             memory[at : at + len(piece)] = piece
             at += len(piece)
+        # A buffer is used again and again: it has the content of the last region.
         if not at:
             memory[:] = bytes(len(memory))
 

@@ -438,6 +438,7 @@ class Upload(Closing):
             RunError: another conversion's upload; a store that does not answer.
         """
         with translate_store_errors("inspect the target"):
+            # A store may have an object and others below it; a file system could not hold both.
             if self._store.head(self._folder) is not None:
                 raise UsageError(
                     f"the target is an object: {self.target}\nexpected a folder, or a free name"

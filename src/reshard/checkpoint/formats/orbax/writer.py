@@ -262,6 +262,7 @@ def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         repr([(name, t.layout.fingerprint) for name, t in write_plan.tensors.items()]).encode(),
         digest_size=16,
     )
+    # A node of a B+tree has its keys in order.
     if pairs:
         yield from encode_database(sorted(pairs), f"d/{identity.hexdigest()}", identity.digest())
     custom = {
