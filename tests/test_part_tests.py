@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def part_tests() -> ModuleType:
+    pytest.importorskip("grimp")
     place = importlib.util.spec_from_file_location("part_tests", ROOT / "tools" / "part_tests.py")
     assert place is not None
     assert place.loader is not None

@@ -20,7 +20,6 @@ import safetensors
 import zstandard
 
 from checkpoint.checkpoint_files import Tensor, read_file
-from reshard.binding import FileRange
 from reshard.checkpoint import (
     apply,
     check_digests,
@@ -32,8 +31,9 @@ from reshard.checkpoint import (
 )
 from reshard.checkpoint.formats.safetensors.header import read_header
 from reshard.checkpoint.formats.torch_dcp.metadata import read_metadata
-from reshard.checkpoint.formats.torch_dcp.packed_archives import UnpackedArchives, open_packed
+from reshard.checkpoint.formats.torch_dcp.packed_archives import open_packed
 from reshard.checkpoint.formats.torch_files.reading import read_archive
+from reshard.checkpoint.storage.derived_files import DerivedFile
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.errors import ReshardError
 from soak.nothing_runs import nothing_runs
@@ -159,15 +159,15 @@ def read_damaged_packed_archive(content: bytes, folder: Path) -> str:
     path.write_bytes(packed)
     try:
         with nothing_runs(folder):
-            place = FileRange(path.name, 0)
             found = open_packed(
                 lambda offset, size: packed[offset : offset + size],
-                *(place, len(packed), transforms, len(content), label),
+                *(0, len(packed), transforms, len(content), label),
             )
+        unpacked = DerivedFile(path.name, [found])
         storage = bytearray(found.front.storage_bytes)
-        with SourceFile(path) as file, UnpackedArchives(path, [found], file, folder) as unpacked:
+        with SourceFile(path) as file, unpacked.open(path, file, folder) as scratch:
             # What holds nothing is never read, and so not unpacked.
-            unpacked.read_into(memoryview(storage), 0)
+            scratch.read_into(memoryview(storage), 0)
     except ReshardError as error:
         _check_message(error)
         return "refused"

@@ -95,8 +95,9 @@ def _make_loader_class() -> Any:
 class RankReport:
     """The result of loading a rank.
 
-    `read_bytes` were read from files; `needed_bytes` are those of the elements of the rank, each
-    source element once; `by_loader` names the sources that `load_weights` loaded itself.
+    `read_bytes` were read from files; `needed_bytes` are those of the elements of the rank that
+    are in files, each source element once; `by_loader` names the sources that `load_weights` loaded
+    itself.
     """
 
     parameters: int
@@ -154,10 +155,12 @@ def load_rank(
     if by_loader:
         load_weights((name, _read_whole(checkpoint, name)) for name in by_loader)
     whole_bytes = sum(checkpoint[name].size_bytes for name in by_loader)
-    needed_bytes = sum(tensor.size_bytes for tensor in to_read.tensors.values()) + whole_bytes
+    copied_bytes = sum(tensor.size_bytes for tensor in to_read.tensors.values())
+    # Constants, such as the padding of a vocabulary, are not in files.
+    constant_bytes = sum(part.size_bytes for file in to_read.made.values() for part in file.parts)
     return RankReport(
         len(traced.parameters),
-        needed_bytes,
+        copied_bytes - constant_bytes + whole_bytes,
         read_bytes + whole_bytes,
         tuple(by_loader),
         time.perf_counter() - begun,
