@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -151,6 +152,26 @@ def test_processes_learn_that_the_first_rank_ended(store: SealedStore) -> None:
 
 
 GARBAGE = (b"", b"\0" * 10, b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 4, os.urandom(1 << 20))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_first_rank_that_has_forked_closes(store: SealedStore) -> None:
+    desk = HeartbeatServer(store, "127.0.0.1", 3.0)
+    read, write = os.pipe()
+    forked = os.fork()
+    if not forked:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        closing = threading.Thread(target=desk.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+    finally:
+        os.close(read)
+        os.close(write)
+        os.waitpid(forked, 0)
 
 
 @pytest.mark.parametrize("said", GARBAGE, ids=["nothing", "little", "http", "much"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import socket
 import threading
 import time
@@ -329,6 +330,25 @@ def test_clients_of_an_ended_server_raise(server: StoreServer) -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="does not answer"):
             line.get("a")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_server_of_a_process_that_has_forked_closes(server: StoreServer) -> None:
+    read, write = os.pipe()
+    forked = os.fork()
+    if not forked:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        closing = threading.Thread(target=server.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+    finally:
+        os.close(read)
+        os.close(write)
+        os.waitpid(forked, 0)
 
 
 def test_an_unreferenced_server_ends() -> None:

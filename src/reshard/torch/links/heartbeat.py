@@ -259,7 +259,7 @@ class HeartbeatServer(ProvingServer, Heartbeat):
 
     def close(self) -> None:
         """See `Heartbeat.close`."""
-        self.waker.close()
+        self.end()
         self._thread.join()
 
     def _configure(self, connected: socket.socket) -> None:

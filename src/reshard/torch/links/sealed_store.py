@@ -96,8 +96,15 @@ class ProvingServer:
             one.setblocking(False)
             self._selector.register(one, selectors.EVENT_READ)
 
+    def end(self) -> None:
+        """Let `serve` return; a second call does nothing."""
+        # Forked processes have copies of the waker: that it is closed here would wake nobody.
+        with contextlib.suppress(OSError):
+            self.waker.send(b"\0")
+        self.waker.close()
+
     def serve(self) -> None:
-        """Answer until `waker` is closed."""
+        """Answer until `end` is called, or `waker` and its copies are closed."""
         try:
             while True:
                 for key, events in self._selector.select(1.0 if self._unknown else None):
@@ -228,15 +235,17 @@ class StoreServer:
         salt = os.urandom(SALT_BYTES)
         #: The addresses that it listens at.
         self.addresses = [one.getsockname()[:2] for one in listeners]
-        service = _StoreService(listeners, salt, derive_key(secret, salt))
-        self._thread = threading.Thread(target=service.serve, name="reshard store", daemon=True)
+        self._service = _StoreService(listeners, salt, derive_key(secret, salt))
+        serve = self._service.serve
+        self._thread = threading.Thread(target=serve, name="reshard store", daemon=True)
         self._thread.start()
-        # The thread does not reference this object, so that it can be collected.
-        self._end = weakref.finalize(self, service.waker.close)
+        # The thread does not reference this object, so that it can be collected. A finalizer also
+        # runs when a forked process exits, and must not end the service of the other.
+        weakref.finalize(self, self._service.waker.close)
 
     def close(self) -> None:
         """Close all connections, and return when they are closed; a second call does nothing."""
-        self._end()
+        self._service.end()
         # A request that came first could be answered until the thread has ended.
         self._thread.join()
 
