@@ -104,7 +104,7 @@ def elementwise(x: Any, y: Any) -> Any:
 
 def reused(repeat: int) -> None:
     """Processor time with and without memory that is used again, of growing shards."""
-    plain = reused_memory.LEAST_BYTES
+    plain = reused_memory.MIN_REUSED_BYTES
     mesh = DeviceMesh.of(x=4)
     for size in (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24):
         x, y = (
@@ -113,7 +113,7 @@ def reused(repeat: int) -> None:
         )
         programs = {}
         for name, least in (("memory of its own", 1 << 62), ("reused", plain)):
-            reused_memory.LEAST_BYTES = least
+            reused_memory.MIN_REUSED_BYTES = least
             programs[name] = sp.jit(elementwise)
             programs[name](x, y)
         taken: dict[str, list[float]] = {name: [] for name in programs}
