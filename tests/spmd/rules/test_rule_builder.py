@@ -72,3 +72,8 @@ def test_shapes_that_do_not_fit(
 def test_sizes_of_dims_in_lists_are_checked_too() -> None:
     with pytest.raises(SpecError, match="4 and 3 are sizes of left; they must"):
         from_dims([["left"], ["left"]], [["left"]], [(4,), (3,)])
+
+
+def test_operands_of_other_numbers_of_dimensions_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"shapes \(4, 3\); an operand 0 of 1 dimension was"):
+        from_dims([["left"]], [["left"]], [(4, 3)])

@@ -467,7 +467,14 @@ def dot_general_rule(
     ([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}
     """
     rules.counted("dot_general", shapes, 2)
-    return products.product_of_pairs(shapes, batching, contracting)
+    batch, summed = (
+        [
+            [rules.axis_of(len(shape), axis) for axis in side]
+            for shape, side in zip(shapes, pairs, strict=True)
+        ]
+        for pairs in (batching, contracting)
+    )
+    return products.product_of_pairs(shapes, batch, summed)
 
 
 products.register(

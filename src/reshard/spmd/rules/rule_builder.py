@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 from reshard.errors import SpecError
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import dimensions
+from reshard.text import count_text
 
 Shape = tuple[int, ...]
 Dim = Any
@@ -97,7 +98,7 @@ def from_dims(
         reduction: how contributions combine.
         pattern: the text of these factors, for errors.
 
-    Raises SpecError for a factor of several sizes.
+    Raises SpecError for a factor of several sizes, and for operands of other numbers of dimensions.
 
     >>> print(from_dims([[0, "k"], ["k", 1]], [[0, 1]], [(4, 8), (8, 16)], reduced=["k"]).rule)
     ([i, k], [k, j]) -> ([i, j]) {i=4, j=16, k=8} reduction={k}
@@ -107,7 +108,12 @@ def from_dims(
     # The sizes of the operands' dimensions that have a factor alone, and of the results'.
     given: dict[Any, list[int]] = {}
     returned: dict[Any, int] = {}
-    for dims, shape in zip(tensors, shapes, strict=False):
+    for tensor, (dims, shape) in enumerate(zip(tensors, shapes, strict=False)):
+        if len(dims) != len(shape):
+            raise SpecError(
+                f"shapes {', '.join(map(str, shapes))}; an operand {tensor} of "
+                f"{count_text(len(dims), 'dimension')} was expected"
+            )
         for dim, size in zip(dims, shape, strict=True):
             if len(dim) == 1:
                 given.setdefault(dim[0], []).append(size)
