@@ -195,11 +195,14 @@ class FileRanges(Mapping[int, Address | tuple[Address, ...]]):
         self._first: dict[int, int] | None = None
 
     def __getitem__(self, slot: int) -> Address | tuple[Address, ...]:
-        if self._first is None:
-            self._first = {}
+        first = self._first
+        if first is None:
+            first = {}
             for number, (owner, _) in enumerate(self._places):
-                self._first.setdefault(owner, number)
-        at = self._first[slot]
+                first.setdefault(owner, number)
+            # Stored when it is complete, since other threads may read it.
+            self._first = first
+        at = first[slot]
         if self._places[at][1] is None:
             return FileRange(self._files[at], self._starts[at])
         ranges = []

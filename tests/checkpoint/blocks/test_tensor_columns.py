@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +60,24 @@ def test_ranges_of_files_are_found_by_rank() -> None:
     assert ranges[0] == FileRange("c", 24)
     assert ranges[2] == (FileRange("d", 32),)
     assert list(ranges) == [4, 0, 2] and ranges.get(1) is None
+
+
+def test_ranges_of_files_are_found_by_several_threads() -> None:
+    layout = Layout.from_boxes((2,), [(rank, Box((rank,), (rank + 1,))) for rank in range(2)], 2)
+    found: list[object] = []
+
+    class Places(tuple[tuple[int, int | None], ...]):
+        def __iter__(self) -> Iterator[tuple[int, int | None]]:
+            for place in super().__iter__():
+                yield place
+                # Another thread may read here, when only some of the places were listed.
+                if not found:
+                    found.append(None)
+                    found.append(ranges.get(1))
+
+    ranges = FileRanges(layout, Places(((0, None), (1, None))), ("a", "b"), (8, 16))
+    assert ranges[0] == FileRange("a", 8)
+    assert found == [None, FileRange("b", 16)]
 
 
 def test_tensors_may_lack_digests() -> None:
