@@ -312,3 +312,21 @@ def test_the_key_of_offsets_is_found_in_the_beginning_of_a_header(
     write_file(tmp_path / "b", tensors, metadata | {"DCP_SHARDING_INFO": ""})
     assert not header.has_metadata_key(tmp_path / "a", "DCP_SHARDING_INFO")
     assert header.has_metadata_key(tmp_path / "b", "DCP_SHARDING_INFO")
+
+
+def test_a_header_without_metadata_is_parsed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "w.safetensors"
+    write_file(path, {"w": tensor("float32", (2,), 1)})
+    assert b"__metadata__" not in path.read_bytes()
+    parsed: list[str] = []
+    parse_text = header._parse_text
+
+    def count(text: str, *places: Any) -> header.FileHeader:
+        parsed.append(text)
+        return parse_text(text, *places)
+
+    monkeypatch.setattr(header, "_parse_text", count)
+    assert checkpoint.open(tmp_path).format == "safetensors"
+    assert len(parsed) == 1
