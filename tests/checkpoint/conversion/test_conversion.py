@@ -313,6 +313,19 @@ def test_sizes_have_their_former_names_for_a_version(tmp_path: Path) -> None:
         assert own.span_bytes == size.span_bytes
 
 
+def test_folders_and_notes_on_files_have_their_former_names_for_a_version(tmp_path: Path) -> None:
+    source = tmp_path / "s"
+    source.mkdir()
+    write_file(source / "model.safetensors", {"w": tensor("float32", (4, 4), 1)})
+    (source / "config.json").write_text("{}")
+    plan = checkpoint.plan_conversion(source, tmp_path / "o.safetensors", to="full")
+    with pytest.warns(DeprecationWarning, match="folders is now source.folder and target"):
+        assert plan.folders == (source, tmp_path / "o.safetensors")
+    with pytest.warns(DeprecationWarning, match="uncopied are in plan_notes"):
+        (note,) = plan.uncopied
+    assert "config.json" in note and note in plan.plan_notes
+
+
 @pytest.mark.parametrize(
     ("shape", "rule"),
     keep_covering(

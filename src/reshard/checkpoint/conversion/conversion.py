@@ -182,24 +182,44 @@ class Conversion(Record):
     @property
     def plan_notes(self) -> tuple[str, ...]:
         """Notes on the result for the user, without those about rules and axes of the mesh."""
-        notes = [*self.losses]
-        if left_out := self.source.left_out:
-            files = ", ".join(f"{name} ({why})" for name, why in left_out[:_MAX_FILES])
-            more = len(left_out) - _MAX_FILES
-            rest = f", and {more} more, which `reshard inspect` lists" if more > 0 else ""
-            notes.append(f"other files that are not copied: {files}{rest}")
-        beside = dict.fromkeys((*self.source.carried, *self.rewritten))
-        if self.single_file is not None and beside:
-            names = ", ".join([*beside][:_MAX_FILES])
-            notes.append(
-                "the target is a single file, so the other files are not written; a folder as the "
-                f"target gets them: {names}"
-            )
-        notes += (*self.source.notes, *self.write_plan.notes)
+        notes = [*self.losses, *self._list_unwritten(), *self.source.notes, *self.write_plan.notes]
         if self.assignment is not None:
             notes += self.assignment.notes
             notes += (f"not computable: {text}" for text in self.uncomputable)
         return tuple(notes)
+
+    def _list_unwritten(self) -> Iterator[str]:
+        """Yield notes on other files of the source that are not written."""
+        if left_out := self.source.left_out:
+            files = ", ".join(f"{name} ({why})" for name, why in left_out[:_MAX_FILES])
+            more = len(left_out) - _MAX_FILES
+            rest = f", and {more} more, which `reshard inspect` lists" if more > 0 else ""
+            yield f"other files that are not copied: {files}{rest}"
+        beside = dict.fromkeys((*self.source.carried, *self.rewritten))
+        if self.single_file is not None and beside:
+            names = ", ".join([*beside][:_MAX_FILES])
+            yield (
+                "the target is a single file, so the other files are not written; a folder as the "
+                f"target gets them: {names}"
+            )
+
+    @property
+    def uncopied(self) -> tuple[str, ...]:
+        """Notes on other files that are not written, which `plan_notes` has too."""
+        import warnings
+
+        text = "the notes of Conversion.uncopied are in plan_notes"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return tuple(self._list_unwritten())
+
+    @property
+    def folders(self) -> tuple[Path, Path]:
+        """The folder of the source, `source.folder`, and `target`, under their former name."""
+        import warnings
+
+        text = "Conversion.folders is now source.folder and target"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return self.source.folder, self.target
 
     @property
     def notes(self) -> tuple[str, ...]:
