@@ -284,7 +284,9 @@ def _serve() -> None:
 def _load(modules: Sequence[str]) -> None:
     """Import the modules that a child imported, so that later children have them."""
     for name in modules:
-        importlib.import_module(name)
+        # A process of multiprocessing has its program by this name too.
+        if name != "__mp_main__":
+            importlib.import_module(name)
     if "boto3" in modules:
         load_s3_client()
     gc.freeze()

@@ -32,7 +32,7 @@ def test_the_last_equals_sign_divides() -> None:
         ("", "cannot read the rule ''"),
         ("=tp, -", "the rule '=tp, -' has an empty pattern"),
         ("  = tp", "empty pattern"),
-        ("*.weight=", r"the rule '\*\.weight=' has an empty spec; write one item a dimension"),
+        ("*.weight=", r"the rule '\*\.weight=' has an empty spec; write an item per dimension"),
         ("*.weight= ", "empty spec"),
         ("*=tp@heads{}", "cannot read '{}'"),
     ],

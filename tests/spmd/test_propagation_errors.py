@@ -142,17 +142,17 @@ CASES: dict[str, Case] = {
     "batches by name": (
         lambda: sp.matmul_template("1"),  # type: ignore[arg-type]
         SpecError,
-        "'1' batch dimensions; a whole number",
+        "number of batch dimensions '1' must be a whole number",
     ),
     "half a dimension": (
         lambda: sp.elementwise_template(2.5),  # type: ignore[arg-type]
         SpecError,
-        "rank 2.5; a whole number",
+        "rank 2.5 must be a whole number",
     ),
     "no permutation": (
         lambda: sp.transpose_template(2, None),  # type: ignore[arg-type]
         SpecError,
-        "permutation None; whole numbers were expected",
+        "permutation None must be a list of whole numbers",
     ),
     "no einsum": (
         lambda: sp.einsum_template(None),  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ CASES: dict[str, Case] = {
     "a shape of letters": (
         lambda: sp.matmul_template(0).rule("ab", "bc"),  # type: ignore[arg-type]
         SpecError,
-        "shape 'ab'; whole numbers were expected",
+        "shape 'ab' must be a list of whole numbers",
     ),
     "shapes to reshape by name": (
         lambda: sp.reshape_template((3, 4), "12"),  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ CASES: dict[str, Case] = {
     "a number for a shape": (
         lambda: sp.rule_of("sum", [3]),  # type: ignore[list-item]
         SpecError,
-        "shape 3 is not valid",
+        "shape 3 must be a list of whole numbers",
     ),
     "no device": (
         lambda: Topology([0], device="h100"),  # type: ignore[arg-type]

@@ -110,8 +110,8 @@ class Coupling(Record):
         >>> Coupling((("query", "q"), ("key_value", "k"))).counts({"q": 8, "k": 3})
         Traceback (most recent call last):
             ...
-        reshard.errors.RecipeError: 3 of key_value (`k`) for 8 of query (`q`): one must be a
-        multiple of the other; correct config.json
+        reshard.errors.RecipeError: 3 of key_value (`k`) for 8 of query (`q`): the
+        larger must be a multiple of the smaller; correct config.json
         """
         result = {}
         for member, text in self.members:

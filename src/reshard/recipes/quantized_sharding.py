@@ -103,7 +103,7 @@ def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) 
 
     >>> mesh = DeviceMesh.of(tp=4)
     >>> print(describe_cut_group(DimSpec([Level(["tp"], Heads(8))]), mesh, 8 * 96, 128))
-    part 0 of tp=4 would have 0:192, which cuts a group of 128; tp of 1 or 2 would do
+    part 0 of tp=4 would have 0:192, which splits a group of 128; tp of 1 or 2 would do
     """
     for count, level in enumerate(dim.levels, start=1):
         # The first level that splits a group must change.

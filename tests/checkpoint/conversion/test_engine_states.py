@@ -261,7 +261,7 @@ def test_arguments_that_contradict_each_other(model: Path, tmp_path: Path) -> No
     with pytest.raises(RecipeError, match="cannot read the layout file"):
         plan(layout=tmp_path / "missing.json")
     (tmp_path / "wrong.json").write_text(reshard.to_json(reshard.Layout.replicated((2,), 2)))
-    with pytest.raises(RecipeError, match="has a Layout, no layout of an engine"):
+    with pytest.raises(RecipeError, match="has a Layout, not an engine's layout"):
         plan(layout=tmp_path / "wrong.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
     with pytest.raises(RecipeError, match="is not JSON"):

@@ -194,7 +194,7 @@ def test_regions_cover_a_parameter_once() -> None:
         ParameterLayout.of("w", (2, 2), "int8", crossed)
     with pytest.raises(LayoutError, match="has no element in a parameter"):
         ParameterLayout.of("w", (1, 4), "int8", [piece])
-    with pytest.raises(LayoutError, match="one of each for every dimension"):
+    with pytest.raises(LayoutError, match="give a range and a stride for every dimension"):
         ParameterLayout.of("w", (2, 4), "int8", [piece._replace(view=View(0, (1,)))])
 
 
