@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reshard.geometry import boxes as box_meetings
@@ -195,6 +195,7 @@ def test_parts_have_bounds_repeats_and_common_indices(first: list[Run], second: 
         st.tuples(*[st.tuples(st.integers(0, 3), st.integers(1, 2))] * 3), min_size=1, max_size=6
     )
 )
+@example([((0, 1), (0, 1), (0, 1))] * 2)
 def test_disjoint_boxes_have_each_point_once(boxes: list[tuple[tuple[int, int], ...]]) -> None:
     low = np.array([[start for start, _ in box] for box in boxes])
     high = low + np.array([[size for _, size in box] for box in boxes])

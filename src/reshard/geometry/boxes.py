@@ -164,6 +164,8 @@ def are_disjoint(start: IntArray, stop: IntArray) -> bool:
             return True
     # Dimensions in which all boxes have the same range do not separate them.
     differ = ((start != start[:1]) | (stop != stop[:1])).any(axis=0)
+    if not differ.any():
+        return False
     low, high = start[:, differ], stop[:, differ]
     edges = [distinct(np.concatenate(ends)) for ends in zip(low.T, high.T, strict=True)]
     if math.prod(len(edge) + 1 for edge in edges) > max(_MAX_GRID, len(low)):

@@ -186,6 +186,9 @@ def test_regions_cover_a_parameter_once() -> None:
     with pytest.raises(LayoutError, match="have 16 elements of 12, some twice"):
         ParameterLayout.of("w", (3, 4), "int8", [piece, overlapping])
     # As many elements as there are, and still not each once.
+    half = SourcePiece(Box((0, 0), (1, 4)), "s", View(0, (4, 1)))
+    with pytest.raises(LayoutError, match="some twice"):
+        ParameterLayout.of("w", (2, 4), "int8", [half, half])
     crossed = [
         SourcePiece(Box((0, 0), (1, 2)), "s", View(0, (1, 1))),
         SourcePiece(Box((0, 1), (2, 2)), "s", View(0, (1, 1))),
