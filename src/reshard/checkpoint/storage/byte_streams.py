@@ -12,7 +12,7 @@ Compressed streams are decoded piece by piece, in bounded memory and to a bounde
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ ReadRange = Callable[[int, int], bytes]
 # Every decoder should support this (RFC 8878, 3.1.1.1.2); the usual levels need no more.
 MAX_WINDOW_BYTES = 8 << 20
 READ_BYTES = 128 << 10
+PIECE_BYTES = 1 << 20
 _PART_BYTES = 4 << 20
 # A skippable frame without content (RFC 8878, 3.1.2).
 _LAST_FRAME = b"\x5f\x2a\x4d\x18" + bytes(4)
@@ -49,6 +50,23 @@ class RangeStream:
         content = self._read(self._at, size) if size else b""
         self._at += size
         return content
+
+
+def read_pieces(stream: ByteStream, size_bytes: int, label: str) -> Iterator[bytes]:
+    """Yield the next `size_bytes` of a stream in pieces; `label` names them in errors.
+
+    Raises FormatError if the stream ends before.
+    """
+    left = size_bytes
+    while left:
+        piece = stream.read(min(PIECE_BYTES, left))
+        if not piece:
+            raise FormatError(
+                f"{label} ends early: {size_bytes - left} bytes come out, expected {size_bytes}; "
+                "it was cut off, fetch the file again"
+            )
+        left -= len(piece)
+        yield piece
 
 
 class DecodedStream:

@@ -70,6 +70,11 @@ class DerivedFile(Record):
         sizes = (page_ceiling(part.size_bytes) for part in self.parts)
         return tuple(itertools.accumulate(sizes, initial=0))
 
+    @property
+    def size_bytes(self) -> int:
+        """The size of the content, without the room between parts."""
+        return sum(part.size_bytes for part in self.parts)
+
     def open(self, path: Path, source: SourceFile, scratch: Path | None) -> ScratchFile:
         """Open the file for reading, in the folder `scratch`."""
         return ScratchFile(path, self, source, scratch)
@@ -101,7 +106,7 @@ class DerivedFiles:
     def files(self) -> dict[str, DerivedFile]:
         """The files by the names with which tensors refer to them. No real file has such a name."""
         return {
-            f"{source}/unpacked": DerivedFile(source, parts)
+            f"{source}/unpacked": DerivedFile(source, tuple(parts))
             for source, parts in self._parts.items()
         }
 
@@ -126,8 +131,7 @@ class ScratchFile(SourceFile):
         self._locks = [threading.Lock() for _ in derived.parts]
         self._is_created = [False] * len(derived.parts)
         folder = Path(tempfile.gettempdir()) if folder is None else folder
-        size_bytes = sum(part.size_bytes for part in derived.parts)
-        self._room = f"{path} in {folder} (needs {size_bytes} bytes there)"
+        self._room = f"{path} in {folder} (needs {derived.size_bytes} bytes there)"
         try:
             self._scratch = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:

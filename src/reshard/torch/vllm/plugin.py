@@ -157,7 +157,7 @@ def load_rank(
     whole_bytes = sum(checkpoint[name].size_bytes for name in by_loader)
     copied_bytes = sum(tensor.size_bytes for tensor in to_read.tensors.values())
     # Constants, such as the padding of a vocabulary, are not in files.
-    constant_bytes = sum(part.size_bytes for file in to_read.made.values() for part in file.parts)
+    constant_bytes = sum(file.size_bytes for file in to_read.made.values())
     return RankReport(
         len(traced.parameters),
         copied_bytes - constant_bytes + whole_bytes,

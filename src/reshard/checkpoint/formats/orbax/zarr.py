@@ -31,10 +31,12 @@ from reshard._records import Record
 from reshard.binding import FileRange
 from reshard.checkpoint.formats.orbax.ocdbt import KeyValues, StoredValue, crc32c
 from reshard.checkpoint.storage.byte_streams import (
+    PIECE_BYTES,
     ByteStream,
     DecodedStream,
     RangeStream,
     ReadRange,
+    read_pieces,
 )
 from reshard.checkpoint.storage.derived_files import DerivedFiles, DerivedPart
 from reshard.dtypes import DType
@@ -354,7 +356,6 @@ def name_type(dtype: DType) -> str:
     return f"{'|' if dtype.itemsize_bytes == 1 else '<'}{letter}{dtype.itemsize_bytes}"
 
 
-_PIECE_BYTES = 1 << 20
 _LARGEST_OFFSET = 2**62
 _NOTHING = 2**64 - 1
 _CHECKSUM_BYTES = 4
@@ -397,16 +398,7 @@ class PackedChunk(DerivedPart):
         if self.codec:
             promise = "its array's metadata"
             stream = DecodedStream(self.codec, stream, self.size_bytes, self.label, promise)
-        left = self.size_bytes
-        while left:
-            piece = stream.read(min(_PIECE_BYTES, left))
-            if not piece:
-                raise FormatError(
-                    f"{self.label} ends early: {self.size_bytes - left} bytes come out, expected "
-                    f"{self.size_bytes}; it was cut off, fetch it again"
-                )
-            left -= len(piece)
-            yield piece
+        yield from read_pieces(stream, self.size_bytes, self.label)
         if stream.read(1):
             raise FormatError(
                 f"{self.label} continues after its {self.size_bytes} bytes; it is damaged, or of "
@@ -417,8 +409,8 @@ class PackedChunk(DerivedPart):
         """Verify the CRC-32C that follows the stored bytes."""
         found = 0
         # A chunk may be a shard of any size.
-        for at in range(0, size, _PIECE_BYTES):
-            found = crc32c(read(start + at, min(_PIECE_BYTES, size - at)), found)
+        for at in range(0, size, PIECE_BYTES):
+            found = crc32c(read(start + at, min(PIECE_BYTES, size - at)), found)
         stored = int.from_bytes(read(start + size, _CHECKSUM_BYTES), "little")
         if found != stored:
             raise DigestError(

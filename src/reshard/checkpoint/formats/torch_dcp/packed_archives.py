@@ -37,6 +37,7 @@ from reshard.checkpoint.storage.byte_streams import (
     RangeStream,
     ReadRange,
     import_zstandard,
+    read_pieces,
 )
 from reshard.checkpoint.storage.derived_files import DerivedPart
 from reshard.errors import CheckpointError, DigestError, FormatError
@@ -99,7 +100,6 @@ def unpacked(
 
 # Small records and the directory follow the storage.
 _MAX_TAIL_BYTES = 64 << 10
-_PIECE_BYTES = 1 << 20
 
 
 class PackedArchive(DerivedPart):
@@ -119,17 +119,10 @@ class PackedArchive(DerivedPart):
         packed = RangeStream(read, self.source_start_bytes, self.source_bytes)
         stream = unpacked(packed, self.transforms, max_bytes, self.label)
         front = stream.read(self.front.start_bytes)
-        checksum, left = 0, self.size_bytes
-        while left:
-            piece = stream.read(min(_PIECE_BYTES, left))
-            if not piece:
-                raise FormatError(
-                    f"{self.label} ends early: {self.size_bytes - left} bytes of its storage come "
-                    f"out, expected {self.size_bytes}; it was cut off, fetch the file again"
-                )
+        checksum = 0
+        for piece in read_pieces(stream, self.size_bytes, self.label):
             yield piece
             checksum = zlib.crc32(piece, checksum)
-            left -= len(piece)
         self._check(front, stream.read(max_bytes), checksum)
 
     def _check(self, front: bytes, tail: bytes, checksum: int) -> None:
