@@ -41,7 +41,7 @@ def sharding_of(value: Any, mesh: Any = None, shape: Sequence[int] | None = None
         mesh: the devices, for what has none of its own: a `PartitionSpec` of jax, or a parameter
             of Megatron, which knows its partitions, but not its ranks. A mesh of reshard, torch or
             jax; for a parameter also `MegatronRanks` or `MegatronGrids`. A parameter is sharded
-            over the axis `tp`, that of an expert over `etp`.
+            over the axis `tp`, and of an expert over `etp`.
         shape: of the whole tensor, for a sharding of jax that leaves out dimensions.
 
     Raises:

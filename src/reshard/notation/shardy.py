@@ -182,7 +182,7 @@ def _read_sharding(
 def _read_mesh_of_sharding(
     scanner: Scanner, meshes: dict[str, DeviceMesh], given: DeviceMesh | None
 ) -> DeviceMesh | None:
-    """Return the mesh of a sharding: its own, that of its name in the text, or the given mesh."""
+    """Return the mesh of a sharding: its own, the mesh that its text names, or the given mesh."""
     name = scanner.symbol()
     if name is None:
         if not scanner.accept("mesh"):

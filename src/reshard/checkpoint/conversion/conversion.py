@@ -195,9 +195,9 @@ class Conversion(Record):
             more = len(left_out) - _MAX_FILES
             rest = f", and {more} more, which `reshard inspect` lists" if more > 0 else ""
             yield f"other files that are not copied: {files}{rest}"
-        beside = dict.fromkeys((*self.source.carried, *self.rewritten))
-        if self.single_file is not None and beside:
-            names = ", ".join([*beside][:_MAX_FILES])
+        other_files = dict.fromkeys((*self.source.carried, *self.rewritten))
+        if self.single_file is not None and other_files:
+            names = ", ".join([*other_files][:_MAX_FILES])
             yield (
                 "the target is a single file, so the other files are not written; a folder as the "
                 f"target gets them: {names}"

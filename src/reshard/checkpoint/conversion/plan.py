@@ -140,7 +140,7 @@ def plan_conversion(
     if request.changes_elements:
         changed = _change_elements(request, named.checkpoint)
         named = named.replaced_by(changed.checkpoint)
-        # Casts of very many tensors are one object, of which a dict would take much memory.
+        # Casts of very many tensors are a single object; a dict of them would take much memory.
         computed = {**computed, **changed.computed} if computed else changed.computed
         rewritten = changed.rewritten
     else:

@@ -634,8 +634,8 @@ def _pull_scatter(step: TapeStep, g: Any, number: int) -> Any:
     marks = whole(x, np.full(x.shape[axis], -1))
     marked = call("scatter", (marks, flat, numbers), {"axis": 0, "mode": "set"})
     was_set = e.equal(call("take", (marked, flat), {"axis": 0}), numbers)
-    behind = (1,) * (updates.ndim - axis - indices.ndim)
-    return where(movement.reshape(was_set, indices.shape + behind), found, 0.0)
+    trailing = (1,) * (updates.ndim - axis - indices.ndim)
+    return where(movement.reshape(was_set, indices.shape + trailing), found, 0.0)
 
 
 register(

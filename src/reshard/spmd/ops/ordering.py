@@ -517,7 +517,7 @@ def _top_k_kernel(work: LocalWork) -> Function:
     space, k, axis = work.library.namespace, work.attributes["k"], work.attributes["axis"]
 
     def function(x: Any) -> tuple[Any, Any]:
-        # Flipped before and after, so that of equal elements the first comes first.
+        # Flipped before and after, so that the first of equal elements comes first.
         flipped = space.flip(x, axis=axis)
         places = space.flip(space.argsort(flipped, axis=axis, stable=True), axis=axis)
         places = x.shape[axis] - 1 - places[(slice(None),) * axis + (slice(0, k),)]

@@ -64,9 +64,9 @@ def vecdot_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     # Counted from the end, where operands are aligned; an axis that is counted from the start
     # refers to the operand with fewer dimensions.
     least = min(map(len, shapes))
-    behind = -1 - (rules.axis_of(least, axis) - least if axis >= 0 else axis)
+    trailing = -1 - (rules.axis_of(least, axis) - least if axis >= 0 else axis)
     pattern = "... k *b, ... k *b -> ... *b"
-    return rules.from_pattern(pattern, shapes, lengths={"b": behind}, broadcast="b", reduced="k")
+    return rules.from_pattern(pattern, shapes, lengths={"b": trailing}, broadcast="b", reduced="k")
 
 
 def _pull_vecdot(step: TapeStep, g: Any, number: int) -> Any:

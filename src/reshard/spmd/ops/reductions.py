@@ -531,9 +531,9 @@ def _pull_running_product(step: TapeStep, g: Any, number: int) -> Any:
     parts = step.attributes.get("parts")
     more = {} if parts is None else {"parts": parts}
     part_of = np.zeros(size, int) if parts is None else np.repeat(np.arange(len(parts)), parts)
-    behind = (places[None, :] >= places[:, None]) & (part_of[None, :] == part_of[:, None])
+    is_after = (places[None, :] >= places[:, None]) & (part_of[None, :] == part_of[:, None])
     products = call("cumulative_prod", (factors,), {"axis": x.ndim, **more})
-    slopes = where(whole(x, behind), products, 0.0) * movement.expand_dims(g, axis=-2)
+    slopes = where(whole(x, is_after), products, 0.0) * movement.expand_dims(g, axis=-2)
     return movement.moveaxis(sum(slopes, axis=-1), -1, axis)
 
 

@@ -387,7 +387,7 @@ class _LiveMemory:
                 self.free(kept)
 
     def _lay_out(self, one: TracedOperation, moved: Sequence[InsertedReshard]) -> None:
-        """Add the result of `with_sharding`: new memory if data moves, else that of its operand."""
+        """Add the result of `with_sharding`: new memory if data moves, else its operand's."""
         (operand,), (result,) = one.operation.operands, one.operation.results
         # The last move is the result, and may be kept for other operations as well.
         there = [self._find_kept(each, operand) for each in (*one.reused, *moved)]

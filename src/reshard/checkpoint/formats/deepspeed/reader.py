@@ -104,7 +104,7 @@ class SaveReader:
         counts = [count for partition in self.partitions.values() for count in partition.counts]
         first = next(iter(self.models.values()), None)
         # Groups of experts are partitioned over fewer ranks than the others: the largest count is
-        # that of all data-parallel ranks.
+        # the number of data-parallel ranks.
         self.ranks = max(counts) if counts else first.ranks if first else 1
         degrees = first.degrees if first else None
         # Old versions lack the degrees; layers have a file of each tensor-parallel rank.

@@ -201,7 +201,7 @@ class _Arranger:
         self, place: RankPlace, slots: Sequence[int], parameters: Sequence[RankParameter]
     ) -> dict[Any, Any]:
         is_shared = self.stages.sizes.pp > 1 and self.stages.is_tied
-        # Without this mark Megatron takes the state for one of before 2024, with separate buckets.
+        # Without this key Megatron expects the layout of before 2024, with separate buckets.
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for number, buffer in enumerate(
             rank_blocks.list_buffers(parameters, is_embedding_shared=is_shared)
