@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import reshard
-from reshard.cli.commands.explain import Side, explanation_of
+from reshard.cli.explanation import Side, explanation_of
 from reshard.errors import NotationError
 from reshard.notation.registry import NOTATIONS, read_sharding
 

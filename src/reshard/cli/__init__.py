@@ -1,6 +1,6 @@
 """The command `reshard`: inspect, plan, convert and verify checkpoints.
 
-`program` defines the commands, each in its own module; `failures` decides exit codes. This file
+`program` defines the commands, each in its own module, and decides exit codes. This file
 imports neither click nor rich, so that it can report what to install if they are missing.
 """
 
