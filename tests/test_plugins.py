@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -173,3 +174,29 @@ def test_a_broken_one_is_named_and_breaks_no_other(
 def test_plugins_are_not_imported_with_reshard(installed: dict[str, str]) -> None:
     program = "import sys, reshard; sys.exit('outside.arrays' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env=installed).returncode == 0
+
+
+def test_a_plugin_in_a_zip_file_on_the_path_is_found(tmp_path: Path) -> None:
+    archive = tmp_path / "packed.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("packed.py", "VALUE = 3")
+        file.writestr("packed-1.0.dist-info/METADATA", "Name: packed\nVersion: 1.0\n")
+        file.writestr("packed-1.0.dist-info/entry_points.txt", "[some.group]\nthree = packed:VALUE")
+    program = (
+        "import sys\n"
+        f"sys.path.append({str(archive)!r})\n"
+        "from reshard.plugins import load_plugins\n"
+        "print([(str(plugin), plugin.value) for plugin in load_plugins('some.group')])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.strip() == "[(\"the plug-in 'three' of packed 1.0\", 3)]", ran.stderr
+
+
+def test_looking_for_plugins_where_there_are_none_imports_no_metadata() -> None:
+    program = (
+        "import sys\n"
+        "from reshard.plugins import load_plugins\n"
+        "print(load_plugins('reshard.nothing'), 'importlib.metadata' in sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.split() == ["()", "False"], ran.stderr

@@ -14,7 +14,6 @@ add two of them. Only `DType.numpy` requires that package.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import Any
 
@@ -160,6 +159,8 @@ def _unknown(spelling: str) -> str:
             f"dtype {spelling!r}: not supported, its elements are not whole bytes. Expected a "
             f"type of 8 bits or more; store the packed bytes as 'uint8'"
         )
+    import difflib
+
     # Compared without case, so that 'bf16' finds 'BF16'.
     folded = {spelled.casefold(): spelled for spelled in _BY_SPELLING}
     near = [folded[match] for match in difflib.get_close_matches(spelling.casefold(), folded)]

@@ -38,7 +38,6 @@ abbreviated to their ends.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import operator
@@ -372,6 +371,8 @@ class Layout(Interned):
     @cached_property
     def fingerprint(self) -> bytes:
         """16 bytes that are equal in every process for equal layouts."""
+        import hashlib
+
         hasher = hashlib.blake2b(digest_size=16)
         numbers = (self.shape, self.slots, self.contributions, self.reduction)
         hasher.update(repr(numbers).encode())

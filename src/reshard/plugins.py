@@ -17,12 +17,17 @@ Source: the entry points of the Python Packaging User Guide.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
 
 from reshard._records import Record
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 FORMATS = "reshard.formats"
 RECIPES = "reshard.recipes"
@@ -54,8 +59,39 @@ def load_plugins(group: str) -> tuple[Plugin, ...]:
     >>> load_plugins("reshard.nothing")
     ()
     """
+    # Most environments have no plug-ins. `importlib.metadata` takes longer to be imported than the
+    # rest of a command's start, so it is imported only to load one.
+    if not _may_be_declared(group):
+        return ()
+    from importlib.metadata import entry_points
+
     points = sorted(entry_points(group=group), key=lambda point: (point.name, point.value))
     return tuple(map(_load, points))
+
+
+def _may_be_declared(group: str) -> bool:
+    """Return whether an installed package declares entry points of a group, or may do so."""
+    finders = (finder for finder in sys.meta_path if finder is not PathFinder)
+    if any(hasattr(finder, "find_distributions") for finder in finders):
+        return True
+    for root in dict.fromkeys(sys.path):
+        try:
+            names = os.listdir(root or os.curdir)
+        except NotADirectoryError:
+            # A zip file, in which `importlib.metadata` looks too.
+            return True
+        except OSError:
+            continue
+        for name in names:
+            if name.lower().endswith(("dist-info", "egg-info")):
+                try:
+                    with open(os.path.join(root, name, "entry_points.txt"), "rb") as file:
+                        if f"[{group}]".encode() in file.read():
+                            return True
+                # Most packages have no entry points.
+                except OSError:
+                    continue
+    return False
 
 
 def _load(point: EntryPoint) -> Plugin:

@@ -28,7 +28,6 @@ experts (`CopyReport.lost`).
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import re
@@ -70,13 +69,10 @@ _MAX_SHOWN = 3
 # Boxes that overlap without being equal are compared in pairs, which takes quadratic time.
 _MAX_OVERLAPPING_BOXES = 1 << 13
 # The last parts of the names of state that differs from rank to rank.
-_BY_NATURE = re.compile(
+_BY_NATURE = (
     r"(^|[._])(running_mean|running_var|num_batches_tracked|amax_history|tokens_per_expert|"
     r"steps?|seed|rng(_states?)?|random_states?)$"
 )
-_EXPERTS = re.compile(r"^(.*?)\.?\bexperts\.(?:(\d+)\.)?")
-_ROUTER = re.compile(r"^(.*?)\.?\b(?:router|gate)\.(?:\w+\.)*weight$")
-_NUMBERED_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
 class DifferingCopies(Record):
@@ -263,7 +259,7 @@ def compare_copies(
     for number, (group, classes, how) in enumerate(unlike):
         measured = _measure(checkpoint, group, classes) if number < _MAX_SHOWN else ""
         # A recorded digest shows that the copies were equal when written, whatever the name.
-        is_natural = not group.has_digest and _BY_NATURE.search(group.tensor)
+        is_natural = not group.has_digest and re.search(_BY_NATURE, group.tensor)
         (by_nature if is_natural else differing).append(group.describe(classes, how + measured))
     return CopyReport(
         tuple(differing),
@@ -322,7 +318,7 @@ def describe_differing(checkpoint: Checkpoint, differing: Sequence[DifferingCopi
         f"{checkpoint.folder}: ranks hold copies, by sizes and offsets, whose contents differ, of "
         f"{_count_tensors(differing)}: {_list_some(differing)}. "
     )
-    if any(_NUMBERED_EXPERT.search(name) for name in names):
+    if any(re.search(r"(^|\.)experts\.\d+\.", name) for name in names):
         text += (
             "Experts that each rank counts from 0 have the same names on all of them: number them "
             "over all ranks and save again. "
@@ -574,16 +570,18 @@ def _find_lost_experts(checkpoint: Checkpoint) -> Iterator[tuple[frozenset[str],
     numbered: dict[str, set[int]] = {}
     members: dict[str, list[str]] = {}
     routers: dict[str, tuple[str, int]] = {}
-    shapes = shapes_of(checkpoint.tensors)
-    for name, shape in shapes.items():
-        if match := _EXPERTS.search(name):
+    # Compiled here, not at each start: few formats drop copies.
+    expert = re.compile(r"^(.*?)\.?\bexperts\.(?:(\d+)\.)?")
+    gate = re.compile(r"^(.*?)\.?\b(?:router|gate)\.(?:\w+\.)*weight$")
+    for name, shape in shapes_of(checkpoint.tensors).items():
+        if match := expert.search(name):
             layer, number = match.groups()
             if number is not None:
                 numbered.setdefault(layer, set()).add(int(number))
             elif len(shape) >= 3:
                 counts.setdefault(layer, set()).add(shape[0])
             members.setdefault(layer, []).append(name)
-        elif len(shape) == 2 and (match := _ROUTER.search(name)):
+        elif len(shape) == 2 and (match := gate.search(name)):
             routers[match[1]] = name, shape[0]
     for layer, (router, rows) in routers.items():
         own = numbered.get(layer, set())
@@ -810,6 +808,8 @@ def _make_hasher() -> Any:
     try:
         import xxhash
     except ImportError:
+        import hashlib
+
         return hashlib.blake2b(digest_size=16)
     return xxhash.xxh3_128()
 

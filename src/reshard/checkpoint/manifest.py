@@ -52,7 +52,7 @@ _TOO_LARGE = 2**62
 _TENSORS_PLACE = '\n "tensors": null'
 _AFTER_TENSORS = '\n },\n "carried"'
 _TENSORS_A_PIECE = 10_000
-_TENSOR = re.compile(
+_TENSOR = (
     rb'\n  "([^"\\\x00-\x1f]*)": (\{\n   "dtype": "[^"\\\n]*",\n   "shape": \[[0-9,\s]*\],'
     rb'\n   (?:"spec": "[^"\\\n]*"|"boxes": \[[0-9,\s\[\]]*\]))'
     rb'(?:,\n   "digest": "([0-9a-f]{32})",\n   "block_digests": "([0-9a-f]*)")?\n  \}(,?)'
@@ -256,9 +256,10 @@ def _find_tensors(text: bytes) -> tuple[int, int]:
 def _read_entries(text: bytes, begin: int, end: int) -> Iterator[_Entry]:
     """Yield the tensors one at a time, since each takes 1 KB as a JSON object."""
     at, more = begin + 1, b","
+    tensor = re.compile(_TENSOR)
     kinds: dict[bytes, str] = {}
     while more:
-        entry = _TENSOR.match(text, at)
+        entry = tensor.match(text, at)
         if entry is None:
             raise ValueError("other entries")
         name, of, digest, blocks, more = entry.groups()

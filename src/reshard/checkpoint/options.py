@@ -14,7 +14,6 @@ command's options from it, and `tools/options_page.py` a page and the types of k
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import re
 import threading
@@ -631,6 +630,8 @@ class ConversionRequest(Options):
                 recorded[name] = value
         for name in ("layout", "source_layout"):
             if name in recorded:
+                import hashlib
+
                 from reshard.plans.serialization import to_json
 
                 text = to_json(recorded[name]).encode()

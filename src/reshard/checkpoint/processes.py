@@ -20,7 +20,6 @@ import datetime
 import itertools
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -315,6 +314,8 @@ def _open_store(distributed: Any, rank: int, wait_s: float) -> Any:
 
 def _wait_for_server(host: str, port: int, wait_s: float) -> None:
     """Wait until a server listens at an address; torch would log every try. Raises RunError."""
+    import socket
+
     notice = WaitNotice(lambda: f"rank 0, which does not listen at {host}:{port}")
     deadline_s = time.monotonic() + wait_s
     while True:

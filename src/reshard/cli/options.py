@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -50,8 +49,11 @@ def size_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
     units = {unit.casefold(): factor for unit, factor in _UNITS.items()}
     factor = units.get(match[2].casefold()) if match else None
-    # A Fraction is exact; a float would lose bytes of large sizes.
-    size = int(Fraction(match[1]) * factor) if match and factor else 0
+    size = 0
+    if match and factor:
+        # In integers, since a float would lose bytes of large sizes.
+        whole, _, decimals = match[1].partition(".")
+        size = int(whole + decimals) * factor // 10 ** len(decimals)
     if size < 1:
         raise UsageError(
             f"{text!r} is not a size; write 256MiB, 1.5GiB (units of 1024), 1GB (of 1000), or a "

@@ -58,10 +58,11 @@ BRACES = re.compile(r"\{([^{}]*)\}")
 _REMEDY = "put the model's config.json next to the checkpoint, or write the number in the rule"
 _WORD = r"[A-Za-z_]\w*"
 _PATH = rf"{_WORD}(?:\.{_WORD})*"
-_KEY = re.compile(rf"({_PATH})(?:\[\s*({_WORD}|\d+|)\s*\](?:\.({_PATH}))?)?")
-_NUMBER = re.compile(rf"\[\s*({_WORD})\s*\]")
-_TERM = re.compile(r"(!?)([^=!]+?)\s*(?:(!?=)\s*([^=]+))?")
-_COMPARISON = re.compile(r"([^=!<>]+?)\s*(==|<>|<=?|>=?|\bnot in\b|\bin\b)\s*([^=!<>]+)")
+# Texts, which `re` compiles when a rule has an expression, and caches.
+_KEY = rf"({_PATH})(?:\[\s*({_WORD}|\d+|)\s*\](?:\.({_PATH}))?)?"
+_NUMBER = rf"\[\s*({_WORD})\s*\]"
+_TERM = r"(!?)([^=!]+?)\s*(?:(!?=)\s*([^=]+))?"
+_COMPARISON = r"([^=!<>]+?)\s*(==|<>|<=?|>=?|\bnot in\b|\bin\b)\s*([^=!<>]+)"
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -90,10 +91,10 @@ class Key(NamedTuple):
         >>> Key.parse("text_config.layer_types[layer]")
         Key(path=('text_config', 'layer_types'), entry='layer', rest=())
         """
-        number = _NUMBER.fullmatch(text.strip())
+        number = re.fullmatch(_NUMBER, text.strip())
         if number is not None:
             return cls((), number[1])
-        match = _KEY.fullmatch(text.strip())
+        match = re.fullmatch(_KEY, text.strip())
         if match is None:
             return None
         index = int(match[2]) if match[2] and match[2].isdigit() else match[2]
@@ -364,11 +365,11 @@ def parse_condition(text: str) -> Condition:
 
 def _parse_term(text: str) -> tuple[Expression, str, Expression | str | None]:
     """Parse a term of a condition. Raises ValueError or RecipeError for text that is none."""
-    match = _COMPARISON.fullmatch(text)
+    match = re.fullmatch(_COMPARISON, text)
     if match is not None:
         parse = _parse_keys if match[2].endswith("in") else parse_expression
         return parse_expression(match[1]), match[2], parse(match[3])
-    match = _TERM.fullmatch(text)
+    match = re.fullmatch(_TERM, text)
     if match is None or (match[1] and match[3]):
         raise ValueError(text)
     value = match[4].strip() if match[4] else None

@@ -51,7 +51,7 @@ from reshard.text import count_text
 
 # Weights of layers that are matrices: projections, parts of experts, and the names of GPT-NeoX,
 # BERT and others. Routers, norms and embeddings are not among them.
-_MATRIX = re.compile(r".*\.(\w*_proj\w*|w[123]|fc[12]?|c_fc|dense\w*|linear\w*|query\w*)\.weight")
+_MATRIX = r".*\.(\w*_proj\w*|w[123]|fc[12]?|c_fc|dense\w*|linear\w*|query\w*)\.weight"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 # Codes are stored as 8-bit integers, or packed into int32, as by GPTQ and AWQ.
 _CODE_TYPES = frozenset({"int8", "uint8", "int32"})
@@ -417,7 +417,7 @@ def _is_matrix(tensor: StoredTensor) -> bool:
     return (
         len(tensor.shape) == 2
         and is_castable(tensor.dtype)
-        and _MATRIX.fullmatch(tensor.name) is not None
+        and re.fullmatch(_MATRIX, tensor.name) is not None
         and re.search(r"\.\d+\.", tensor.name) is not None
     )
 

@@ -6,7 +6,6 @@ new layout, and the files of the target. It can be inspected, and it can be run 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import field
@@ -42,7 +41,6 @@ from reshard.elements import CastCounts
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.recipes.assignment import Assignment
-from reshard.recipes.library import choose_recipe
 from reshard.recipes.rules import Rule
 from reshard.text import count_text
 
@@ -226,6 +224,8 @@ class Conversion(Record):
         """Notes on the result for the user, without unknown tensors and unused rules."""
         notes = [*self.plan_notes]
         if self.assignment and not (self.request.rules or self.resolved["recipe"]):
+            from reshard.recipes.library import choose_recipe
+
             config = read_config(self.source)
             known = choose_recipe(config) if config else None
             hint = f"; --recipe {known.name} fits its config.json" if known else ""
@@ -382,6 +382,8 @@ class Conversion(Record):
         """Describe this conversion for a journal: equal descriptions mean equal results."""
         # A begun run continues only with an equal description. Journals on disk have these keys and
         # values: after a change of any of them, no begun run would continue.
+        import hashlib
+
         write_plan = hashlib.blake2b(digest_size=16)
         for file in self.write_plan.files:
             write_plan.update(file.stored.name.encode() + b"\0")

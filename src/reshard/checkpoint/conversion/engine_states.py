@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from reshard.binding import View
 from reshard.checkpoint.contents import Checkpoint, StoredTensor, missing_box
+from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
 from reshard.errors import CoverageError, RecipeError
 from reshard.geometry.regions import Region, bind_regions
 from reshard.layout import Box, Layout
@@ -37,9 +38,6 @@ from reshard.text import count_text
 if TYPE_CHECKING:
     from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourcePiece, SourceTensor
 
-# The name of `vllm_sharded_state`'s format, repeated here so that conversions of other formats do
-# not import that module to look for a layout.
-_FORMAT_NAME = "vllm-sharded-state"
 #: The file with the layout of the ranks, in a state that reshard wrote.
 LAYOUT_NAME = "reshard.engine-layout.json"
 # The maximum number of boxes of a region that takes every second index: each index is a box.
@@ -51,9 +49,9 @@ _Parts = dict[Box, tuple[int, Region]]
 
 
 def find_layout(checkpoint: Checkpoint) -> EngineLayout | None:
-    """Return the layout that reshard wrote with a state, or None."""
+    """Return the layout that reshard wrote with a state of an engine's ranks, or None."""
     path: Path = checkpoint.folder / LAYOUT_NAME
-    if checkpoint.format != _FORMAT_NAME or not path.is_file():
+    if not path.is_file():
         return None
     from reshard.recipes.engine_layouts.document import read_layout_file
 
@@ -71,13 +69,11 @@ def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:
         RecipeError: a layout of other ranks; parameters that are not copies.
         CoverageError: a tensor that the ranks hold only in part.
     """
-    if checkpoint.format != _FORMAT_NAME:
+    if checkpoint.format != NAME:
         raise RecipeError(
             f"a layout of ranks for {checkpoint.folder}, which is of the format "
-            f"{checkpoint.format}; it is for what an engine's ranks hold ({_FORMAT_NAME})"
+            f"{checkpoint.format}; it is for what an engine's ranks hold ({NAME})"
         )
-    from reshard.checkpoint.formats.vllm_sharded_state import rank_prefix
-
     sizes = dict(zip(layout.mesh.axis_names, layout.mesh.shape, strict=True))
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
     prefixes = {rank.rank: f"{rank_prefix(rank.rank, tp, pp)}/" for rank in layout.ranks}

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from functools import lru_cache
@@ -44,7 +43,6 @@ from reshard.checkpoint.changes.quantization import read_flat_shapes
 from reshard.checkpoint.changes.source_digests import find_absorbed
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.engine_states import as_model, find_layout, shard_by_engine
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
@@ -77,12 +75,6 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.adapters import is_of_adapter
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.library import (
-    choose_recipe,
-    describe_unknown_model,
-    load_recipe,
-    suggest_rules,
-)
 from reshard.recipes.naming import Fusion, make_fused_spec
 from reshard.recipes.overrides import IDLE_AXES
 from reshard.recipes.rank_order import describe_order
@@ -93,6 +85,9 @@ from reshard.system import release_freed_memory
 if TYPE_CHECKING:
     from reshard.checkpoint.changes.computed_tensors import ComputedTensor
     from reshard.checkpoint.keywords import RequestArguments
+
+# The format of the states of engines' ranks, which alone can be taken apart into a model's tensors.
+_ENGINE_STATE = "vllm-sharded-state"
 
 
 def plan_conversion(
@@ -581,6 +576,9 @@ def choose_recipe_by_default(
     lacks_rules = request.is_by_rules and needs_rules and not is_given
     if not lacks_rules and request.recipe != AUTO:
         return request
+    # Recipes are files: nothing about them is imported where rules are given.
+    from reshard.recipes.library import choose_recipe
+
     config = read_config(checkpoint)
     if config is not None and choose_recipe(config) is not None:
         return request.replace(recipe=AUTO)
@@ -591,6 +589,10 @@ def choose_recipe_by_default(
 
 
 def _refuse_unknown_model(checkpoint: Checkpoint, mesh: DeviceMesh, axes: list[str]) -> NoReturn:
+    import shlex
+
+    from reshard.recipes.library import describe_unknown_model, suggest_rules
+
     shapes = shapes_of(checkpoint.tensors)
     weights = StateSharding(shapes, find_training_state(checkpoint)).leaders
     rules = suggest_rules(weights, axes[0] if axes else mesh.axis_names[0])
@@ -640,10 +642,12 @@ def take_source(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoin
         UsageError: a pattern that matches no tensor; a selection without tensors.
     """
     layout = request.source_engine_layout
-    if layout is None and request.target_format.name != checkpoint.format:
-        layout = find_layout(checkpoint)
-    if layout is not None:
-        checkpoint = as_model(checkpoint, layout)
+    if layout is not None or checkpoint.format == _ENGINE_STATE != request.target_format.name:
+        from reshard.checkpoint.conversion.engine_states import as_model, find_layout
+
+        layout = layout or find_layout(checkpoint)
+        if layout is not None:
+            checkpoint = as_model(checkpoint, layout)
     return select_from(checkpoint, request.selection)
 
 
@@ -702,6 +706,8 @@ def _load(recipe: str | os.PathLike[str] | Recipe | None, checkpoint: Checkpoint
         return None
     if isinstance(recipe, Recipe):
         return recipe
+    from reshard.recipes.library import choose_recipe, describe_unknown_model, load_recipe
+
     if recipe != AUTO:
         return load_recipe(os.fspath(recipe) if isinstance(recipe, os.PathLike) else recipe)
     config = read_config(checkpoint)
@@ -734,6 +740,8 @@ def place_tensors(request: ConversionRequest, source: RenamedSource) -> Placemen
             _expect_kept(source.checkpoint, own)
         return _plan_tensors(source.checkpoint, own), None, ()
     if request.engine_layout is not None:
+        from reshard.checkpoint.conversion.engine_states import shard_by_engine
+
         layouts, notes = shard_by_engine(source.checkpoint, request.engine_layout)
         return _plan_tensors(source.checkpoint, layouts), None, notes
     if request.keeps_layouts:

@@ -15,11 +15,9 @@ An error or ctrl-C leaves the staging folder, and the same command continues fro
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -435,6 +433,9 @@ def run_conversion(
         RunError: a full disk, a read-only target, an interruption, a source that changed.
         DigestError: a source whose bytes differ from the digests in its manifest.
     """
+    import hashlib
+    import socket
+
     options = RunOptions.of(options, arguments)
     began_s = time.monotonic()
     processes = options.processes or OneProcess()

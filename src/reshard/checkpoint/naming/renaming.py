@@ -10,7 +10,6 @@ its members, so there is no digest to compare, and a note reports that.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 from reshard.checkpoint.blocks.fusing import fuse_members, split_into_members
@@ -66,6 +65,8 @@ def names_of(
             f"{argument} {names!r}; give a convention of the recipe, such as 'megatron', or a "
             "table of names and Fusions"
         )
+    import hashlib
+
     found = hashlib.blake2b(repr(list(table.items())).encode(), digest_size=8).hexdigest()
     return f"{text} ({found})", table
 

@@ -27,7 +27,6 @@ in the groups of the optimizer, unless another `rename` matches the state itself
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -315,6 +314,8 @@ def _describe_idle(checkpoint: Checkpoint, option: str, text: str, names: list[s
             f"--select {text!r}: no tensor in {checkpoint.folder} has a name that begins with "
             f"{text + '.'!r}; names begin with {listed or 'no such word'}"
         )
+    import difflib
+
     # Comparing the text with each name is slow, and the first names suffice for a hint.
     near = difflib.get_close_matches(text.partition("=")[0], names[:5000], 1, 0.3) or names[:1]
     shown = f", such as {near[0]!r}" if near else ""

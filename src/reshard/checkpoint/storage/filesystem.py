@@ -34,7 +34,6 @@ import fcntl
 import io
 import os
 import shutil
-import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -560,6 +559,8 @@ def _lock_and_sign(descriptor: int, folder: Path) -> bool:
         return False
     if not os.path.samestat(os.fstat(descriptor), named):
         return False
+    import socket
+
     os.ftruncate(descriptor, 0)
     write_all(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return True

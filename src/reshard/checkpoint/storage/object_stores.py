@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import datetime
 import errno
-import hashlib
 import io
 import os
 import random
@@ -34,7 +33,6 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -95,6 +93,8 @@ class ObjectState(NamedTuple):
         >>> ObjectState(7, 1_700_000_000).stat_result().st_mtime_ns
         1700000000000000000
         """
+        import hashlib
+
         digest = hashlib.blake2b((self.tag or "").encode(), digest_size=7).digest()
         number = 0 if self.tag is None else int.from_bytes(digest, "big")
         modified_s = int(self.modified_s)
@@ -169,6 +169,8 @@ class BucketSource:
 
     def _request_common_names(self, key: str) -> FolderListing:
         keys = [f"{key}/{name}" if key else name for name in _COMMON_NAMES]
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(IN_FLIGHT) as threads:
             states = list(threads.map(self.head, keys))
         objects = {name: state for name, state in zip(_COMMON_NAMES, states, strict=True) if state}

@@ -14,7 +14,6 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +164,8 @@ class PrefetchedRanges:
         if not isinstance(self._folder, RemotePath):
             return
         joined = list(coalesce_named(ranges))
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(IN_FLIGHT) as threads:
             for span, content in zip(joined, threads.map(self._read, joined), strict=True):
                 self._content.setdefault(span.name, []).append((span.start, content))

@@ -25,7 +25,6 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath, PurePath
 from typing import IO, Any, NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -450,6 +449,8 @@ def map_paths(read: Callable[[Path], Result], paths: Iterable[Path]) -> Iterator
     if not any(isinstance(path, RemotePath) for path in listed):
         yield from map(read, listed)
         return
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(IN_FLIGHT) as threads:
         yield from threads.map(read, listed)
 
