@@ -46,7 +46,7 @@ def problems(comparison: checkpoint.Comparison) -> dict[str, str]:
     return {difference.name: difference.problem for difference in comparison.differences}
 
 
-def test_equal_checkpoints(tmp_path: Path) -> None:
+def test_equal_checkpoints_are_the_same_in_any_order(tmp_path: Path) -> None:
     whole = {"a": tensor("bfloat16", (3, 4), 1), "b": tensor("int8", (), 2)}
     found = two(tmp_path, whole, dict(reversed(whole.items())))
     assert found.is_same
@@ -159,7 +159,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("to", ["tp=2", "full"])
-def test_a_flipped_byte(tmp_path: Path, small_blocks: int, to: str) -> None:
+def test_a_flipped_byte_is_found_at_its_element(tmp_path: Path, small_blocks: int, to: str) -> None:
     whole = {"a": tensor("float32", (8, 8), 1), "b": tensor("bfloat16", (6,), 2)}
     write_file(tmp_path / "model.safetensors", whole)
     cut = tmp_path / "cut"

@@ -27,7 +27,7 @@ def stored(text: str, shape: tuple[int, ...], slots: list[int]) -> StoredTensor:
     return StoredTensor("w", dtype("float32"), Binding(layout, addresses, {}), text)
 
 
-def test_a_stored_tensor() -> None:
+def test_a_stored_tensor_knows_its_shards_and_sizes() -> None:
     tensor = stored("tp, -", (5, 4), [0, 3])
     assert (tensor.shape, tensor.size_bytes, tensor.stored_slots) == ((5, 4), 80, (0, 3))
     assert tensor.shard_size_bytes(0) == 48
@@ -57,7 +57,7 @@ def test_an_address_that_is_no_file() -> None:
         StoredTensor("w", dtype("float32"), Binding.to_ranks(layout))
 
 
-def test_a_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_mapping_of_its_tensors(tmp_path: Path) -> None:
     tensor = stored("tp, -", (5, 4), [0, 3])
     found = Checkpoint(tmp_path, "sharded-safetensors", {"w": tensor}, (), MESH)
     assert (list(found), len(found), found.size_bytes, found.ranks) == (["w"], 1, 80, 4)

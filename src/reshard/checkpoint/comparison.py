@@ -40,7 +40,7 @@ from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest, tensor_di
 from reshard.checkpoint.blocks.spans import target_tiles
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed_tensors import ComputedReader
-from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
+from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion.checksums import (
     damaged_ranges,
     item_digest,
@@ -454,15 +454,17 @@ def check_digests(
     threads = choose_threads(threads, checkpoint.folder)
     columns = TensorColumns.of(checkpoint.tensors)
     recorded = columns.digests
-    known = [recorded is not None and recorded.of(row) is not None for row in range(len(columns))]
-    for row in itertools.compress(range(len(columns)), known):
-        digest = recorded.of(row) if recorded is not None else None
-        # The manifest must be consistent before anything is compared with it.
-        if digest is not None and tensor_digest(digest.blocks) != digest:
-            raise FormatError(
-                f"{checkpoint.folder}: the manifest's digest of {columns.names[row]!r} is not that "
-                "of its blocks' digests; the manifest was damaged or edited"
-            )
+    known = [False] * len(columns)
+    if recorded is not None:
+        for row, name in enumerate(columns.names):
+            digest = recorded.of(row)
+            known[row] = digest is not None
+            # The manifest must be consistent before anything is compared with it.
+            if digest is not None and tensor_digest(digest.blocks) != digest:
+                raise FormatError(
+                    f"{checkpoint.folder}: the manifest's digest of {name!r} is not that of its "
+                    "blocks' digests; the manifest was damaged or edited"
+                )
     files = open_sources(checkpoint)
     try:
         damaged = _find_damaged_sources(checkpoint, files, threads)
@@ -497,10 +499,10 @@ def check_digests(
             done += batch.size_bytes
             if progress is not None:
                 progress(Progress(done, total, 0, blocks.work_items.last_name(batch)))
-        damaged += [
-            _describe_damaged_range(damaged_range, found)
-            for damaged_range, found in damaged_ranges(own, seen, files)
-        ]
+        for stored, found in damaged_ranges(own, seen, files):
+            start, crc32s = stored.place.start_bytes, (f"{stored.crc32:08x}", f"{found:08x}")
+            place = f"{stored.place.path} bytes {start}:{start + stored.size_bytes}"
+            damaged.append(DamagedBlock(stored.tensor, stored.part, *crc32s, (place,)))
         damaged += _find_damaged_items(checkpoint, files)
         # Copies with checksums in the files were compared with those above.
         checked = {part.tensor for part in own}
@@ -570,12 +572,11 @@ def _find_damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) ->
     """Return the items whose digest differs from the recorded digest."""
     damaged = []
     for name, item in checkpoint.items.items():
-        found = item_digest(item, files) if item.digest is not None else None
-        if item.digest is not None and found is not None and item.digest != found:
+        if item.digest is not None and item.digest != (found := item_digest(item, files)):
             start = item.place.start_bytes
             place = f"{item.place.path} bytes {start}:{start + item.size_bytes}"
-            what = "the bytes"
-            damaged.append(DamagedBlock(name, what, item.digest.hex(), found.hex(), (place,)))
+            digests = (item.digest.hex(), found.hex())
+            damaged.append(DamagedBlock(name, "the bytes", *digests, (place,)))
     return damaged
 
 
@@ -599,10 +600,3 @@ def _compare_items(
 def _can_hold(name: str, what: Capability) -> bool:
     format = find_format(name)
     return format is not None and what in format.capabilities
-
-
-def _describe_damaged_range(one: StoredChecksum, found: int) -> DamagedBlock:
-    """Return a range of a file that contradicts the file's own checksum, as a damaged block."""
-    start = one.place.start_bytes
-    place = f"{one.place.path} bytes {start}:{start + one.size_bytes}"
-    return DamagedBlock(one.tensor, one.part, f"{one.crc32:08x}", f"{found:08x}", (place,))

@@ -767,9 +767,10 @@ def _measure(checkpoint: Checkpoint, group: _Group, classes: tuple[tuple[int, ..
                 samples.append(np.concatenate([part.reshape(-1) for part in parts]))
     finally:
         files.close()
-    one, other = samples
-    unlike = (one.view(np.uint8) != other.view(np.uint8)).reshape(len(one), -1).any(axis=1)
-    text = f"; {int(unlike.sum())} of {len(one)} sampled elements differ"
+    first, second = samples
+    # Bytes, since a NaN equals no value; some types of torch have no values in NumPy.
+    unlike = (first.view(np.uint8) != second.view(np.uint8)).reshape(len(first), -1).any(axis=1)
+    text = f"; {int(unlike.sum())} of {len(first)} sampled elements differ"
     try:
         values = [sample.view(dtype.numpy).astype(np.float64) for sample in samples]
     except (MissingExtraError, TypeError, ValueError):

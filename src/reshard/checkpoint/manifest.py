@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from reshard._records import Record
-from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES
 from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns, TensorKind
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
 from reshard.dtypes import dtype as as_dtype
@@ -332,9 +332,8 @@ def _parse_tensors(
             number = numbers[key] = len(kinds)
             described = parse_json(f"{item}}}") if isinstance(item, str) else item
             kinds.append(_parse_kind(mesh, files, name, described))
-            of = kinds[-1]
             # The number of digests must be the number of blocks, or later comparisons would fail.
-            block_counts.append(BlockGrid.of(of.layout.shape, of.dtype.itemsize_bytes).count)
+            block_counts.append(kinds[-1].grid.count)
         names.append(name)
         kind.append(number)
         known.append(digests is not None)

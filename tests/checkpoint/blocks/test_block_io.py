@@ -66,7 +66,7 @@ def test_a_block_that_is_contiguous_in_its_file_is_read_in_place(tmp_path: Path)
     files.close()
 
 
-def test_a_checked_block(tmp_path: Path) -> None:
+def test_a_checked_block_is_compared_with_its_recorded_digest(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", {"w": tensor("float32", (64, 64), 1)})
     checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "made", to="full")
     path = tmp_path / "made" / "model.safetensors"

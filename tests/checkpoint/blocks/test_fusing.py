@@ -84,7 +84,7 @@ def test_from_either_form_to_any_names_and_back(
     assert read_file(back / "model.safetensors") == expected
 
 
-def test_what_engines_hold(tmp_path: Path) -> None:
+def test_ranks_of_engines_hold_their_parts_of_fused_tensors(tmp_path: Path) -> None:
     """More ranks than key/value heads: four ranks share two."""
     whole = {
         name: one.bits for name, one in read_file(SAVED / "per_expert/model.safetensors").items()
@@ -135,7 +135,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(tmp_path: Path, family: str) -> None:
+def test_experts_of_every_family_are_stacked_and_split(tmp_path: Path, family: str) -> None:
     module, gate, up, down, count, others = FAMILIES[family]
     shapes: dict[str, tuple[int, ...]] = {}
     for expert in range(EXPERTS):
@@ -246,7 +246,7 @@ def test_alternating_members_are_one_box_again(tmp_path: Path) -> None:
 
 @pytest.mark.linux_only(reason="memory is read from /proc")
 @pytest.mark.parametrize("form", keep_spread(1, ("per_expert", "stacked"), "the other direction"))
-def test_memory_is_bounded(tmp_path: Path, form: str) -> None:
+def test_fusing_experts_takes_bounded_memory(tmp_path: Path, form: str) -> None:
     """Of 256 MB of experts."""
     of = "model.layers.0.mlp.experts."
     shapes: dict[str, tuple[int, ...]] = {

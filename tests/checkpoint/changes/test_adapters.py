@@ -135,7 +135,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_config(saved: Path, tmp_path: Path, name: str) -> None:
+def test_adapters_that_would_merge_differently_are_refused_by_their_config(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
     changes, says = REFUSED[name]
     adapter = shutil.copytree(saved / "plain" / "adapter", tmp_path / "adapter")
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -145,7 +147,7 @@ def test_refused_by_config(saved: Path, tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "t").exists()
 
 
-def test_other_models(saved: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_refused(saved: Path, tmp_path: Path) -> None:
     adapters = [saved / "plain" / "adapter"]
     with pytest.raises(UsageError, match="does not have; is it"):
         checkpoint.convert(
@@ -163,7 +165,7 @@ def test_other_models(saved: Path, tmp_path: Path) -> None:
         checkpoint.convert(base, tmp_path / "t", to="full", adapters=adapters)
 
 
-def test_a_quantised_base(saved: Path, tmp_path: Path) -> None:
+def test_a_change_of_a_quantised_weight_is_refused(saved: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     names = checkpoint.open(saved / "plain" / "base").tensors
@@ -208,7 +210,9 @@ def test_merging_excludes_other_changes(
 
 
 @pytest.mark.parametrize("case", ["plain", "dora", "save"])
-def test_merged_and_cast(saved: Path, tmp_path: Path, case: str, small_blocks: int) -> None:
+def test_merging_and_casting_at_once_equals_one_after_the_other(
+    saved: Path, tmp_path: Path, case: str, small_blocks: int
+) -> None:
     """The same as the one after the other: what is merged is rounded to its type first."""
     base, adapters = saved / case / "base", [saved / case / "adapter"]
     own = {one.dtype.name for one in checkpoint.open(base).tensors.values()}

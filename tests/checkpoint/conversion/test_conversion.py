@@ -161,7 +161,7 @@ def test_the_marks_of_the_convention_do_not_outlive_it(source: Path) -> None:
     assert metadata == {"format": "pt", "trained by": "us"}
 
 
-def test_round_robin(source: Path) -> None:
+def test_a_number_of_ranks_gets_whole_tensors_in_turn(source: Path) -> None:
     target = source.parent / "target"
     checkpoint.convert(source, target, to=3)
     order = list(checkpoint.open(source))
@@ -228,7 +228,7 @@ def test_a_limit_for_files(source: Path, limit: int) -> None:
     assert checkpoint.compare(source, target).is_same
 
 
-def test_overwrite(source: Path) -> None:
+def test_an_existing_target_is_replaced_only_with_overwrite(source: Path) -> None:
     target = source.parent / "target"
     checkpoint.convert(source, target, to="tp=4", rules=["page=tp, -", "*=..."])
     before = {path.name: path.read_bytes() for path in target.glob("*.*")}

@@ -56,7 +56,9 @@ def test_back_to_whole_tensors(tmp_path: Path, family: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "text"), COPIED)
-def test_to_another_sharding(tmp_path: Path, family: str, text: str) -> None:
+def test_an_engine_state_is_converted_to_another_sharding(
+    tmp_path: Path, family: str, text: str
+) -> None:
     state, arrays = write_state(tmp_path, family, text)
     checkpoint.convert(state, tmp_path / "tp", to="tp=3", rules=["*=tp, ..."])
     expect_same(tmp_path / "tp", arrays)
@@ -125,7 +127,7 @@ def test_computed_parameters_are_refused(tmp_path: Path, family: str) -> None:
     assert not (tmp_path / "whole").exists()
 
 
-def test_another_layout(tmp_path: Path) -> None:
+def test_the_layout_of_another_model_or_other_ranks_is_refused(tmp_path: Path) -> None:
     state, _ = write_state(tmp_path, "llama-8", "tp=2")
     other = tmp_path / "other.json"
     other.write_text(to_json(recorded("qwen3-moe", "tp=2")))

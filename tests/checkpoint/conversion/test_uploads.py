@@ -505,7 +505,7 @@ def test_several_hosts_write_the_same_as_a_single_host(
         "another process dies, and another number of hosts goes on",
     ),
 )
-def test_hosts_go_on(
+def test_killed_hosts_continue_whatever_number_of_hosts_goes_on(
     server: BucketServer,
     tmp_path: Path,
     cache: Path,

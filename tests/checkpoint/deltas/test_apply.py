@@ -129,7 +129,7 @@ def test_files_other_than_tensors(tmp_path: Path, steps: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("to", [{}, {"to": "2", "format": "torch-dcp"}])
-def test_chains(tmp_path: Path, steps: list[Path], to: dict[str, Any]) -> None:
+def test_deltas_are_applied_in_order(tmp_path: Path, steps: list[Path], to: dict[str, Any]) -> None:
     deltas = [tmp_path / f"d{number}" for number in range(3)]
     checkpoint.apply(steps[0], deltas, tmp_path / "out", **to)
     assert checkpoint.compare(steps[3], tmp_path / "out").is_same

@@ -78,7 +78,7 @@ def test_the_contents_of_a_delta(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a", "b", "delta"] or len(os.listdir(tmp_path)) == 3
 
 
-def test_nothing_changed(tmp_path: Path) -> None:
+def test_the_delta_of_equal_checkpoints_has_no_payload(tmp_path: Path) -> None:
     a = write(tmp_path / "a", WHOLE)
     report = checkpoint.diff(a, a, tmp_path / "delta")
     assert not (report.changed or report.added or report.replaced or report.removed)
@@ -229,7 +229,7 @@ print(status("VmHWM") - baseline_bytes)
 
 @pytest.mark.linux_only(reason="memory is read from /proc")
 @pytest.mark.parametrize("share", keep_spread(1, (0.4, 0.03), "less that changed"))
-def test_memory_is_bounded(tmp_path: Path, share: float) -> None:
+def test_diff_takes_bounded_memory_whatever_changed(tmp_path: Path, share: float) -> None:
     """Whatever the size of tensors and of what changed."""
     rows = np.zeros((1 << 10, 1 << 14), np.uint16)
     bf16 = tensor("bfloat16", (1,)).dtype

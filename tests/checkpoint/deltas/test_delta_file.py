@@ -45,12 +45,12 @@ values = st.recursive(
 
 
 @given(values)
-def test_values_come_back(value: Any) -> None:
+def test_encoded_values_are_decoded_with_their_types(value: Any) -> None:
     found = decode_value(json.loads(json.dumps(encode_value(value))))
     assert found == value and repr(found) == repr(value)
 
 
-def test_no_number_comes_back() -> None:
+def test_a_nan_is_decoded_as_a_nan() -> None:
     assert math.isnan(decode_value(encode_value(float("nan"))))
 
 
@@ -75,7 +75,7 @@ def test_invalid_values_are_refused(content: Any) -> None:
         decode_value(content)
 
 
-def test_paths() -> None:
+def test_only_paths_inside_the_folder_are_plain() -> None:
     names = ["a/b", "a//b", "/a", "a/../b", "", "reshard.manifest.json", "a/.hidden"]
     assert [is_plain_path(name) for name in names] == [True] + 6 * [False]
 
@@ -134,7 +134,7 @@ def outcome(folder: Path, content: bytes) -> str:
     return "right" if checkpoint.compare(folder / "after", folder / "out").is_same else "another"
 
 
-def test_every_byte_flipped(folder: Path) -> None:
+def test_a_flipped_byte_anywhere_is_detected(folder: Path) -> None:
     content = (folder / "delta").read_bytes()
     found = set()
     for at in range(0, len(content), choose(7, 3)):
@@ -145,7 +145,7 @@ def test_every_byte_flipped(folder: Path) -> None:
     assert {"FormatError", "DigestError"} <= found <= {"FormatError", "DigestError", "right"}
 
 
-def test_cut_off_anywhere(folder: Path) -> None:
+def test_a_truncated_or_extended_delta_is_refused(folder: Path) -> None:
     content = (folder / "delta").read_bytes()
     for size in range(0, len(content), 7):
         assert outcome(folder, content[:size]) == "FormatError"

@@ -61,7 +61,9 @@ def changes(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
 
 
 @given(changes(), st.booleans())
-def test_changes_round_trip(change: tuple[int, bytes, bytes], compressed: bool) -> None:
+def test_encoded_changes_are_decoded_to_the_same_block(
+    change: tuple[int, bytes, bytes], compressed: bool
+) -> None:
     itemsize, before, after = change
     encoded = encode_block(memoryview(before), memoryview(after), itemsize, compressed=compressed)
     if before == after:
@@ -113,7 +115,7 @@ def test_the_shortest_way_is_taken(share: float, coding: Coding, bytes_a_word: f
     assert len(encoded.payload) / encoded.words < bytes_a_word
 
 
-def test_rows_are_runs() -> None:
+def test_changed_rows_are_encoded_as_runs() -> None:
     before = np.zeros((64, 512), np.float32)
     after = before.copy()
     after[10:13] = 1

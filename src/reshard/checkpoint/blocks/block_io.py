@@ -301,12 +301,7 @@ class _BlockFiles:
         # The caches belong to the object and are released with it. Threads look up few kinds often.
         self._tiles = lru_cache(maxsize=4096)(tiles)
         self._spans = lru_cache(maxsize=1024)(self._find_spans)
-        self.grid = lru_cache(maxsize=4096)(self._make_grid)
-
-    def _make_grid(self, kind: int) -> BlockGrid:
-        """Return the blocks of the tensors of a kind."""
-        of = self.columns.kinds[kind]
-        return BlockGrid.of(of.layout.shape, of.dtype.itemsize_bytes)
+        self.grid = lru_cache(maxsize=4096)(lambda kind: columns.kinds[kind].grid)
 
     def span_bytes(self, kind: int) -> int:
         """Return the maximum bytes of a shard of this kind in memory at once."""

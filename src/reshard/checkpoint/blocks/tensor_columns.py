@@ -25,13 +25,12 @@ from numpy.typing import NDArray
 
 from reshard._records import Record
 from reshard.binding import Binding, FileRanges, View
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid
 from reshard.checkpoint.contents import StoredTensor, TensorDigest
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError
 from reshard.layout import Layout
 from reshard.runs import IntArray, find_distinct
-
-_DIGEST_BYTES = 16
 
 
 class TensorKind(Record):
@@ -47,6 +46,11 @@ class TensorKind(Record):
     files: tuple[str, ...]
     spec: str | None = None
     views: Mapping[int, View | tuple[View, ...]] = field(default_factory=dict, hash=False)
+
+    @property
+    def grid(self) -> BlockGrid:
+        """The blocks of a tensor."""
+        return BlockGrid.of(self.layout.shape, self.dtype.itemsize_bytes)
 
     @cached_property
     def tensor_bytes(self) -> int:
@@ -103,7 +107,7 @@ class DigestColumns(Record, eq=False):
         blocks = self.of_blocks(row)
         return TensorDigest(
             self.of_tensor(row),
-            tuple(blocks[at : at + _DIGEST_BYTES] for at in range(0, len(blocks), _DIGEST_BYTES)),
+            tuple(blocks[at : at + DIGEST_BYTES] for at in range(0, len(blocks), DIGEST_BYTES)),
         )
 
     @classmethod
@@ -112,9 +116,9 @@ class DigestColumns(Record, eq=False):
         first, blocks, whole, known = [0], bytearray(), bytearray(), []
         for digest in digests:
             known.append(digest is not None)
-            whole += bytes(_DIGEST_BYTES) if digest is None else digest.tensor
+            whole += bytes(DIGEST_BYTES) if digest is None else digest.tensor
             blocks += b"" if digest is None else b"".join(digest.blocks)
-            first.append(len(blocks) // _DIGEST_BYTES)
+            first.append(len(blocks) // DIGEST_BYTES)
         is_known = None if all(known) else np.array(known, dtype=bool)
         return cls(np.array(first, dtype=np.int64), bytes(blocks), bytes(whole), is_known)
 
@@ -125,12 +129,12 @@ class DigestColumns(Record, eq=False):
     @property
     def rows(self) -> NDArray[np.uint8]:
         """The digests of all blocks, shape `(blocks, 16)`."""
-        return np.frombuffer(self.blocks, np.uint8).reshape(-1, _DIGEST_BYTES)
+        return np.frombuffer(self.blocks, np.uint8).reshape(-1, DIGEST_BYTES)
 
     def of_blocks(self, row: int) -> bytes:
         """Return the digests of all blocks of a tensor."""
         begin, end = self.first[row : row + 2].tolist()
-        return self.blocks[begin * _DIGEST_BYTES : end * _DIGEST_BYTES]
+        return self.blocks[begin * DIGEST_BYTES : end * DIGEST_BYTES]
 
     def take(self, rows: IntArray) -> DigestColumns:
         """Return the digests of the tensors in these rows, in that order."""
@@ -138,20 +142,20 @@ class DigestColumns(Record, eq=False):
         first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         chosen = np.repeat(self.first[rows] - first[:-1], counts) + np.arange(int(first[-1]))
         blocks = self.rows[chosen]
-        whole = np.frombuffer(self.tensors, np.uint8).reshape(-1, _DIGEST_BYTES)[rows]
+        whole = np.frombuffer(self.tensors, np.uint8).reshape(-1, DIGEST_BYTES)[rows]
         known = None if self.known is None else self.known[rows]
         return DigestColumns(first, blocks.tobytes(), whole.tobytes(), known)
 
     def of_tensor(self, row: int) -> bytes:
         """Return the digest of a whole tensor."""
-        return self.tensors[row * _DIGEST_BYTES : (row + 1) * _DIGEST_BYTES]
+        return self.tensors[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
 
     def of_block(self, row: int, block: int) -> bytes | None:
         """Return the digest of a block, or None if it is unknown."""
         if self.known is not None and not self.known[row]:
             return None
-        at = (int(self.first[row]) + block) * _DIGEST_BYTES
-        return self.blocks[at : at + _DIGEST_BYTES]
+        at = (int(self.first[row]) + block) * DIGEST_BYTES
+        return self.blocks[at : at + DIGEST_BYTES]
 
 
 class TensorColumns(Mapping[str, StoredTensor]):

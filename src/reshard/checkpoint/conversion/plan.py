@@ -456,22 +456,18 @@ def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> Chan
     from reshard.checkpoint.changes.adapters import merge_adapters
 
     checkpoint, merged = merge_adapters(checkpoint, request.adapters)
+    state = find_training_state(checkpoint)
     return change_elements(
         checkpoint,
         read_config(checkpoint),
         dtype_name=request.dtype,
         dequantize=request.dequantize,
         quantize=request.quantize,
-        kept=_list_optimizer_state(checkpoint),
+        # Optimizer state is neither cast nor quantised.
+        kept=() if state is None else state.optimizer_names,
         made=merged,
         allow=request.allow,
     )
-
-
-def _list_optimizer_state(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the tensors that are optimizer state, which is neither cast nor quantised."""
-    state = find_training_state(checkpoint)
-    return () if state is None else state.optimizer_names
 
 
 def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]:

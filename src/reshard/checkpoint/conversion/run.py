@@ -141,17 +141,18 @@ class _ConversionRun:
 
     def _open(self, checksums: ChecksumTracker | None) -> tuple[ChangedReader, BlockWriter]:
         """Return the reader and the writer of blocks, which also update checksums."""
-        of, work_items = checksums, self.work_items
+        source, target = self.work_items.source, self.work_items.target
         reader = ChangedReader(
-            work_items.source,
-            work_items.target,
+            source,
+            target,
             self.conversion.computed,
             self.sources,
-            self.source_digests.watching(of.watch_source if of else None),
+            self.source_digests.watching(checksums.watch_source if checksums else None),
             self._count,
             self.source_digests,
         )
-        return reader, BlockWriter(work_items.target, self.targets, of.watch_target if of else None)
+        watch = checksums.watch_target if checksums else None
+        return reader, BlockWriter(target, self.targets, watch)
 
     def _count(self, counts: CastCounts) -> None:
         with self._lock:

@@ -738,10 +738,8 @@ def _list_by_name(
 
 def _list_model_files(target: Path) -> Iterator[str]:
     """List the other files of models; the targets of links are not in the folder."""
-    for name in _list_by_name(target, _is_model_file):
+    for name in _list_by_name(
+        target, lambda name: any(fnmatchcase(name, pattern) for pattern in _MODEL_FILES)
+    ):
         if describe_foreign_link(target / name, target) is None:
             yield name
-
-
-def _is_model_file(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _MODEL_FILES)

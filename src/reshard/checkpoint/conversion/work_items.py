@@ -61,9 +61,7 @@ class WorkItems(Record, eq=False):
     @cached_property
     def grids(self) -> tuple[BlockGrid, ...]:
         """The blocks of each kind of the target."""
-        return tuple(
-            BlockGrid.of(kind.layout.shape, kind.dtype.itemsize_bytes) for kind in self.target.kinds
-        )
+        return tuple(kind.grid for kind in self.target.kinds)
 
     @cached_property
     def block_counts(self) -> IntArray:
@@ -122,12 +120,7 @@ class WorkItems(Record, eq=False):
         is_cast[there] = (old != new) & castable[old] & castable[new]
         # 3. Casts of several blocks are computed.
         if is_cast.any():
-            counts = source.by_kind(
-                [
-                    BlockGrid.of(kind.layout.shape, kind.dtype.itemsize_bytes).count
-                    for kind in source.kinds
-                ]
-            )
+            counts = source.by_kind([kind.grid.count for kind in source.kinds])
             is_computed = is_cast & (self.block_counts > 1)
             is_computed[is_cast] |= counts[rows[is_cast]] > 1
             rows = np.where(is_computed, -1, rows)

@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from numpy.typing import NDArray
 
@@ -67,22 +67,16 @@ class PatchedTensor(Record):
     """A tensor with the changes of deltas applied in order.
 
     `base` is None if the first delta contains the whole tensor. Each step is a pair of a delta and
-    the tensor in it.
+    the tensor in it, of the same type and shape. `digests` are those of the blocks after the last
+    step, if known.
     """
 
     name: str
+    dtype: DType
+    shape: tuple[int, ...]
     base: StoredTensor | None
     steps: tuple[tuple[Delta, DeltaTensor], ...]
-
-    @property
-    def dtype(self) -> DType:
-        """The type, the same in all deltas."""
-        return self.steps[-1][1].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape, the same in all deltas."""
-        return self.steps[-1][1].shape
+    digests: tuple[bytes, ...] | None
 
     @cached_property
     def sources(self) -> tuple[StoredTensor, ...]:
@@ -164,16 +158,6 @@ def _find_block(grid: BlockGrid, box: Box) -> int:
     return number * chunks + box.start[grid.dimension] // grid.chunk
 
 
-class _State(NamedTuple):
-    """A tensor after some deltas: its base, the steps so far, and its digests if known."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    base: StoredTensor | None
-    steps: tuple[tuple[Delta, DeltaTensor], ...] = ()
-    digests: tuple[bytes, ...] | None = None
-
-
 def patch(base: Checkpoint, deltas: Sequence[Delta]) -> ChangedElements:
     """Return a checkpoint with deltas applied in order.
 
@@ -181,53 +165,56 @@ def patch(base: Checkpoint, deltas: Sequence[Delta]) -> ChangedElements:
         CheckpointError: deltas of another checkpoint, by names, types or shapes.
         DigestError: deltas of another checkpoint, by known digests.
     """
-    states = {
-        name: _State(
+    patched = {
+        name: PatchedTensor(
+            name,
             tensor.dtype,
             tensor.shape,
             tensor,
-            digests=None if tensor.digest is None else tensor.digest.blocks,
+            (),
+            None if tensor.digest is None else tensor.digest.blocks,
         )
         for name, tensor in base.tensors.items()
     }
     source = str(base.folder)
     for delta in deltas:
-        states = _apply_index(states, delta, source)
+        patched = _apply_index(patched, delta, source)
         source = str(delta.path)
     computed: dict[str, PatchedTensor] = {}
     tensors: dict[str, StoredTensor] = {}
-    for name, state in states.items():
-        if any(len(delta.records_of(tensor)) for delta, tensor in state.steps):
-            computed[name] = PatchedTensor(name, state.base, state.steps)
-        stored = state.base
+    for name, after in patched.items():
+        stored = after.base
+        if stored is None or any(len(delta.records_of(tensor)) for delta, tensor in after.steps):
+            computed[name] = after
         if stored is None:
             # A tensor that is not in the base is read from payloads. Planning needs a location, so
             # the tensor is bound to the delta's file as a whole.
-            place = _bind_payload(state.steps[0][0]).file_range(0)
-            whole = Binding(Layout.whole(state.shape, [0], 1), {0: place}, {})
-            stored = StoredTensor(name, state.dtype, whole)
-            computed.setdefault(name, PatchedTensor(name, None, state.steps))
-        elif name not in computed and stored.digest is None and state.digests is not None:
+            place = _bind_payload(after.steps[0][0]).file_range(0)
+            whole = Binding(Layout.whole(after.shape, [0], 1), {0: place}, {})
+            stored = StoredTensor(name, after.dtype, whole)
+        elif name not in computed and stored.digest is None and after.digests is not None:
             # The digest that the deltas recorded is verified when the tensor is read.
-            stored = stored.replace(digest=tensor_digest(state.digests))
+            stored = stored.replace(digest=tensor_digest(after.digests))
         tensors[name] = stored.replace(name=name)
     return ChangedElements(
         _add_auxiliary(base, deltas, tensors), computed, rewritten=_read_all_rewritten(deltas)
     )
 
 
-def _apply_index(states: Mapping[str, _State], delta: Delta, source: str) -> dict[str, _State]:
-    """Return the tensors after a further delta."""
+def _apply_index(
+    tensors: Mapping[str, PatchedTensor], delta: Delta, source: str
+) -> dict[str, PatchedTensor]:
+    """Return the tensors after a further delta; `source` is what had them before it."""
     expected = {name: t.before for name, t in delta.tensors.items() if t.before is not None}
     expected |= delta.removed
-    for name in [*expected, *states]:
-        if name not in states or name not in expected:
-            where = "is not in" if name not in states else "is in"
+    for name in [*expected, *tensors]:
+        if name not in tensors or name not in expected:
+            where = "is not in" if name not in tensors else "is in"
             raise CheckpointError(
                 f"tensor {name!r} {where} {source}, unlike the checkpoint of {delta.path}; the "
                 "delta is for another checkpoint"
             )
-        form = (states[name].dtype, states[name].shape)
+        form = (tensors[name].dtype, tensors[name].shape)
         if form != expected[name]:
             raise CheckpointError(
                 f"tensor {name!r} is {form[0]} {list(form[1])} in {source}, {delta.path} was "
@@ -240,16 +227,15 @@ def _apply_index(states: Mapping[str, _State], delta: Delta, source: str) -> dic
         raw = delta.digests[tensor.blocks].tobytes()
         digests = tuple(raw[at : at + 16] for at in range(0, len(raw), 16))
         if tensor.kind in ("added", "replaced"):
-            after[name] = _State(tensor.dtype, tensor.shape, None, (step,), digests)
+            after[name] = PatchedTensor(name, tensor.dtype, tensor.shape, None, (step,), digests)
             continue
-        was = states[name]
+        was = tensors[name]
         _check_digests(was, delta, tensor, source)
-        steps = (*was.steps, step)
-        after[name] = _State(tensor.dtype, tensor.shape, was.base, steps, digests)
+        after[name] = was.replace(steps=(*was.steps, step), digests=digests)
     return after
 
 
-def _check_digests(was: _State, delta: Delta, tensor: DeltaTensor, source: str) -> None:
+def _check_digests(was: PatchedTensor, delta: Delta, tensor: DeltaTensor, source: str) -> None:
     """Raise DigestError if known digests differ from those of the delta's base."""
     if was.digests is None:
         return
