@@ -1,5 +1,7 @@
 """Sources and targets of commands: their options, opening a source, planning a conversion.
 
+`plan` and `convert` show the same of a planned conversion, by the functions at the end.
+
 `--for` names a program whose format determines what is written. It takes some of the other options;
 any other option is an error.
 """
@@ -13,10 +15,12 @@ import click
 
 from reshard.checkpoint.contents import CHECK_COPIES
 from reshard.checkpoint.options import PRETRAINED_OPTIONS, SELECTION_OPTIONS
+from reshard.cli import output
 from reshard.cli.options import Command
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.overrides import DIFFERING_COPIES
+from reshard.text import bytes_text, count_text
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import Checkpoint
@@ -282,6 +286,55 @@ def plan_from_options(
                 "convert twice"
             )
     return plan(opened, target, **given)
+
+
+# Norms and biases are far below this; with more, whole weights are copied for axes such as dp.
+_MAX_COPY_SHARE = 0.1
+
+
+def size_text(size_bytes: int, copy_bytes: int) -> str:
+    """Return the size of the tensors of a conversion, and that of the copies in files of ranks."""
+    copies = f" and {bytes_text(copy_bytes)} of copies" if copy_bytes else ""
+    return bytes_text(size_bytes) + copies
+
+
+def recipe_text(conversion: Conversion) -> str:
+    """Return the recipe that shards the tensors, for the first line of a report."""
+    recipe = conversion.recipe_name
+    return f" by the recipe {recipe}" if recipe else ""
+
+
+def matching_lines(conversion: Conversion) -> list[str]:
+    """Return the lines about unmatched tensors, rules and axes, and the notes."""
+    unknown, total = conversion.unknown, len(conversion.write_plan.tensors)
+    lines = []
+    size_bytes = int(conversion.work_items.target.tensor_bytes.sum())
+    if conversion.write_plan.copy_bytes > _MAX_COPY_SHARE * size_bytes:
+        lines.append("several ranks hold the same shards; --replicas once leaves their copies out")
+    if unknown and len(unknown) == total:
+        lines.append(
+            f"replicated, no rule matched: all {count_text(total, 'tensor')}; give --recipe or "
+            "--rule to shard them"
+        )
+    else:
+        lines += output.listing("replicated, no rule matched", unknown)
+        lines += output.noted(conversion.axis_notes)
+    lines += output.listing("rules that decided no tensor", map(str, conversion.unused_rules))
+    return lines + output.noted(conversion.plan_notes)
+
+
+def matching_json(conversion: Conversion) -> dict[str, Any]:
+    """Return what `matching_lines` describes, for `--json`."""
+    assignment = conversion.assignment
+    return {
+        "unknown": list(conversion.unknown),
+        "unused_rules": [str(rule) for rule in conversion.unused_rules],
+        "unused_recipe_rules": [
+            str(rule) for rule in (assignment.unused_recipe_rules if assignment else ())
+        ],
+        "unused_axes": list(assignment.unused_axes if assignment else ()),
+        "notes": list(conversion.plan_notes),
+    }
 
 
 def _name_option(parameter: str) -> str:

@@ -12,8 +12,16 @@ import click
 from reshard._validation import check_used
 from reshard.checkpoint.options import ConversionRequest, RunOptions, split_arguments
 from reshard.cli import output
-from reshard.cli.commands.plan import matching_json, matching_lines, recipe_text, size_text
-from reshard.cli.endpoints import config_option, for_option, plan_from_options, source_options
+from reshard.cli.endpoints import (
+    config_option,
+    for_option,
+    matching_json,
+    matching_lines,
+    plan_from_options,
+    recipe_text,
+    size_text,
+    source_options,
+)
 from reshard.cli.options import as_path, json_option, options_of, quiet_option
 from reshard.cli.program import DONE
 from reshard.cli.progress import shown_progress

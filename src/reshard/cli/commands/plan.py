@@ -10,7 +10,16 @@ import click
 
 from reshard.checkpoint.options import ConversionRequest, RunOptions
 from reshard.cli import output
-from reshard.cli.endpoints import config_option, for_option, plan_from_options, source_options
+from reshard.cli.endpoints import (
+    config_option,
+    for_option,
+    matching_json,
+    matching_lines,
+    plan_from_options,
+    recipe_text,
+    size_text,
+    source_options,
+)
 from reshard.cli.options import (
     as_path,
     check_picture,
@@ -33,8 +42,6 @@ if TYPE_CHECKING:
 
 # Memory of a run per block: a flag, and its digest in an array and in the manifest's text.
 _BLOCK_RECORD_BYTES = 64
-# Norms and biases are far below this; with more, whole weights are copied for axes such as dp.
-_MAX_COPY_SHARE = 0.1
 _MAX_DRAWN = 6
 
 
@@ -121,51 +128,6 @@ def _estimate_memory(
     # The system makes a page of a buffer resident only when a byte is written to it.
     used_bytes = min(buffers_bytes, sum(sum(by_rank.values()) for by_rank in moved))
     return buffers_bytes, max(most, resident + used_bytes + records_bytes)
-
-
-def size_text(size_bytes: int, copy_bytes: int) -> str:
-    """Return the size of the tensors of a conversion, and that of the copies in files of ranks."""
-    copies = f" and {bytes_text(copy_bytes)} of copies" if copy_bytes else ""
-    return bytes_text(size_bytes) + copies
-
-
-def recipe_text(conversion: Conversion) -> str:
-    """Return the recipe that shards the tensors, for the first line of a report."""
-    recipe = conversion.recipe_name
-    return f" by the recipe {recipe}" if recipe else ""
-
-
-def matching_lines(conversion: Conversion) -> list[str]:
-    """Return the lines about unmatched tensors, rules and axes, and the notes."""
-    unknown, total = conversion.unknown, len(conversion.write_plan.tensors)
-    lines = []
-    size_bytes = int(conversion.work_items.target.tensor_bytes.sum())
-    if conversion.write_plan.copy_bytes > _MAX_COPY_SHARE * size_bytes:
-        lines.append("several ranks hold the same shards; --replicas once leaves their copies out")
-    if unknown and len(unknown) == total:
-        lines.append(
-            f"replicated, no rule matched: all {count_text(total, 'tensor')}; give --recipe or "
-            "--rule to shard them"
-        )
-    else:
-        lines += output.listing("replicated, no rule matched", unknown)
-        lines += output.noted(conversion.axis_notes)
-    lines += output.listing("rules that decided no tensor", map(str, conversion.unused_rules))
-    return lines + output.noted(conversion.plan_notes)
-
-
-def matching_json(conversion: Conversion) -> dict[str, Any]:
-    """Return what `matching_lines` describes, for `--json`."""
-    assignment = conversion.assignment
-    return {
-        "unknown": list(conversion.unknown),
-        "unused_rules": [str(rule) for rule in conversion.unused_rules],
-        "unused_recipe_rules": [
-            str(rule) for rule in (assignment.unused_recipe_rules if assignment else ())
-        ],
-        "unused_axes": list(assignment.unused_axes if assignment else ()),
-        "notes": list(conversion.plan_notes),
-    }
 
 
 def _drawing(conversion: Conversion, name: str) -> str:
