@@ -228,6 +228,7 @@ class GlooProcesses:
                 )
 
     def fail(self, message: str, *, is_final: bool = False) -> None:
+        # Without the store's process, the others find out by themselves.
         with contextlib.suppress(RuntimeError):
             self._store.set("failed", json.dumps([f"process {self.rank}: {message}", is_final]))
 

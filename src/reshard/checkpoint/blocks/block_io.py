@@ -661,7 +661,7 @@ class BlockWriter(_BlockFiles):
             for joined in pieces.ranges(0, workspace.span_bytes):
                 begin = int(in_block[joined.pieces[0]])
                 # The pieces must lie in memory as in the file. Their address must be congruent to
-                # the file offset modulo a page.
+                # the file offset modulo a page, since direct I/O writes whole pages.
                 shifts = in_block[joined.pieces] - pieces.start[joined.pieces]
                 is_same = whole[joined.pieces].all() and (shifts == shifts[0]).all()
                 if is_same and (begin - joined.start_bytes) % PAGE_BYTES == 0:

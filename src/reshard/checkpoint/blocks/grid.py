@@ -65,6 +65,7 @@ class BlockGrid(Record):
             inner_bytes *= shape[dimension]
             dimension -= 1
         length = shape[dimension]
+        # `inner_bytes` is 0 if a later dimension is empty, and a single index may exceed a block.
         max_chunk = max(1, block_bytes // max(inner_bytes, 1))
         chunks = -(-length // max_chunk)
         # Chunks of about equal length, instead of full chunks and a short last chunk.

@@ -254,6 +254,7 @@ class Tiles(Record):
             yield self.tiles[number]
 
 
+# Cached, since equal layouts are a single object, and most tensors share the layouts of others.
 @lru_cache(maxsize=4096)
 def source_tiles(assembly: LayoutChange) -> Tiles:
     """Return the shards that supply a whole tensor, each element from a single shard.

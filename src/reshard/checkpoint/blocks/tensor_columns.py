@@ -347,6 +347,7 @@ def bind_shards(
     # Sorted by tensor; within a tensor, in the order of the files.
     rows = np.concatenate([nothing, *(rows for _, _, rows, _ in files)])
     order = np.argsort(rows, kind="stable")
+    # Each of these columns has a number for every shard: they are not in memory at once.
     del rows
     starts = np.concatenate([nothing, *(starts for _, _, _, starts in files)])
     return TensorColumns(names, listed_kinds, kind_of, starts[order], digests)

@@ -254,6 +254,7 @@ def _find_most(
     return math.prod(
         size
         if dim.dimension is None
+        # A part may begin and end inside a group.
         else min(size, (step[dim.dimension] // dim.elements + 2) * dim.indices)
         for dim, size in zip(dims, stored, strict=True)
     )

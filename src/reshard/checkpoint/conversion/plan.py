@@ -280,6 +280,7 @@ def open_apart(
         _check_apart(
             checkpoint,
             target,
+            # A target may be in the folder of a source that is a single file.
             whole_folder=isinstance(source, Checkpoint) or as_path(source).is_dir(),
         )
     return checkpoint, target

@@ -189,6 +189,8 @@ class _ConversionRun:
         else:
             self.blocks = self.upload.divide(self.finished)
             self.upload.expect(self.blocks.numbers, self._share(self.blocks.numbers))
+        # Counted again: changed blocks and lost parts of uploads are unfinished now, and other
+        # hosts have finished blocks too.
         self.resumed_bytes = self.work_items.size_bytes(np.flatnonzero(self.blocks.is_known))
 
     def _make_files(self) -> None:
@@ -334,6 +336,7 @@ class _ConversionRun:
         # If the source changed during the run, the target would mix old and new elements.
         for source in self.sources:
             source.check_unchanged()
+        # Before the checksums are collected, which need every block of a file.
         self._add_earlier()
         read = sum(source.read_bytes for source in self.sources)
         written = sum(target.written_bytes for target in self.targets)

@@ -418,6 +418,7 @@ class Staging(Closing):
 
     def close(self) -> None:
         """Release the lock and the descriptors; the written files stay."""
+        # The lock last: then another run may open the journal.
         if self._journal is not None:
             self._journal.close()
         if self._lock is not None:
