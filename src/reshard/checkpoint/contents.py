@@ -218,27 +218,27 @@ class Checkpoint(Record):
         format: the name of its format, such as `"safetensors"`.
         tensors: every tensor by name, in the order of the files.
         files: the tensor files.
-        mesh: the devices it was cut for, where known.
+        mesh: the devices over which it is sharded, if known.
         metadata: the text metadata of its files.
         carried: other files that belong to it (config, tokenizer), relative to the folder.
-        left_out: other files that are not carried along, with the reason.
-        identities: what each tensor file was when its header was read.
+        left_out: other files that are not copied, with the reason.
+        identities: the identity of each tensor file when its header was read.
         items: bytes under names that are not tensors.
-        checksums: those that the files have, of tensors without a digest.
-        paths: where names stood in the nested state dict they were saved from, where known.
-        derived: files that are made when they are read, by the name under which tensors find
-            them; no file of the folder can have it.
+        checksums: checksums in the files, of tensors without a digest.
+        paths: the path of each name in the nested state dict that was saved, if known.
+        derived: files that are made when they are read, by the name in the addresses of tensors;
+            no file of the folder can have such a name.
         held: functions that open files whose bytes are in memory, such as those of arrays, by name.
         attributes: plain values of its metadata that are not tensors or items.
         values: plain values that were saved with the tensors, by name: numbers, text, None, and
             lists, tuples and dicts of such.
         unread: values that no target can have, with the reason.
         unreadable: tensors that cannot be read, by name, with their type or another reason.
-        notes: what a user should know of how it is read.
+        notes: notes for the user on how it is read.
         said_cut: the shardings of its tensors that the user specified.
         check_copies: how parts that several ranks hold are compared when tensors are read, one of
             `CHECK_COPIES` (see `reshard.checkpoint.copy_checks`).
-        allowed: what the user accepts of it, such as `differing-copies`.
+        allowed: the errors that the user accepts, such as `differing-copies`.
     """
 
     folder: Path

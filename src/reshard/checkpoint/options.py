@@ -997,7 +997,7 @@ def _parse_target(to: Target) -> tuple[DeviceMesh | None, int | None]:
         return None, None
     if text.isdigit():
         if int(text) < 1:
-            raise UsageError(f"{to} ranks: a checkpoint is cut for at least 1")
+            raise UsageError(f"{to} ranks; expected at least 1")
         if int(text) > MAX_RANKS:
             raise UsageError(f"{to} ranks: at most {MAX_RANKS} are supported")
         return None, int(text)

@@ -272,8 +272,7 @@ class Staging(Closing):
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise RunError(
                     f"cannot write to {folder}\n"
-                    "expected leave to write there: change its permissions, or choose another "
-                    "target"
+                    "expected write permission: change that of the folder, or choose another target"
                 )
 
     def _finish_commit(self, root: Path, commit: Commit) -> None:
