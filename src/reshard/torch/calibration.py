@@ -28,6 +28,7 @@ Sizes decrease from the largest by factors of four.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -163,7 +164,9 @@ def cases_of(
         found += _call(hosts, ranks_per_host)
         found += _copies(elements)
         if ranks_per_host > 1:
-            found += _pair(elements)
+            flat = (elements,)
+            pair = _alone(flat, flat), _alone(flat, flat, rank=1)
+            found.append(Case(fitting.WITHIN_HOST, "pair", flat, *pair))
             found += _list_shared(hosts, ranks_per_host, elements)
             found += _collectives(hosts, ranks_per_host, elements, kinds)
         if hosts > 1:
@@ -197,11 +200,6 @@ def _copies(elements: int) -> Iterator[Case]:
 def _long(elements: int) -> int:
     """Return a power of two near the square root."""
     return int(1 << max((elements.bit_length() - 1) // 2, 0))
-
-
-def _pair(elements: int) -> Iterator[Case]:
-    shape = (elements,)
-    yield Case(fitting.WITHIN_HOST, "pair", shape, _alone(shape, shape), _alone(shape, shape, 1))
 
 
 def _matrix(hosts: int, ranks: int, elements: int) -> tuple[int, int, int]:
@@ -335,7 +333,7 @@ def calibrate(
     kinds = KINDS_ON_GLOO if backend == "gloo" else KINDS_ELSEWHERE
     cases = cases_of(hosts, per_host, largest_bytes, kinds)
     with run_errors("nothing was written"):
-        taken_s = _Measuring(cases, largest_bytes).rounds(seconds_s, progress)
+        taken_s = _measure_rounds(cases, seconds_s, progress)
         # Each rank fits the first rank's medians, so that all have the same preset.
         shared: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -387,91 +385,81 @@ def _preset(name: str, backend: str, hosts: int, per_host: int, fitted: fitting.
     )
 
 
-class _Measuring:
-    """Runs cases on this rank, in memory shared by all cases."""
-
-    def __init__(self, cases: tuple[Case, ...], largest_bytes: int) -> None:
-        self._cases = cases
-        self._device = device_of(None)
-        rank = dist.get_rank()
-        most = max(
-            (
-                _elements(layout, rank)
-                for case in cases
-                for layout in (case.plan.source, case.plan.target)
-            ),
-            default=1,
+def _measure_rounds(
+    cases: Sequence[Case], seconds_s: float, progress: ProgressFunction | None
+) -> list[list[float]]:
+    """Return the seconds of each case, on its slowest rank, in every round but the first."""
+    device, rank = device_of(None), dist.get_rank()
+    sides = [layout for case in cases for layout in (case.plan.source, case.plan.target)]
+    most = max((_elements(layout, rank) for layout in sides), default=1)
+    # Memory for all cases. Write to it once, so that all of its pages are allocated.
+    source = torch.ones(most, dtype=torch.float32, device=device)
+    target = torch.zeros(most, dtype=torch.float32, device=device)
+    actions = [_action(case, rank, source, target) for case in cases]
+    began_s = time.monotonic()
+    taken_s: list[list[float]] = []
+    while True:
+        taken_s.append(_measure_round(actions, device))
+        counted = len(taken_s) - 1
+        elapsed_s = time.monotonic() - began_s
+        # Another round has to fit into the remaining time.
+        is_over = counted >= _FEWEST_ROUNDS and (
+            elapsed_s * (len(taken_s) + 1) / len(taken_s) > seconds_s
         )
-        # Write to it once, so that all of its pages are allocated.
-        self._source = torch.ones(most, dtype=torch.float32, device=self._device)
-        self._target = torch.zeros(most, dtype=torch.float32, device=self._device)
-        self._actions = [self._action(case, rank) for case in cases]
+        # Use the clock of the first rank, so that all ranks end with the same round.
+        over = torch.tensor([is_over if rank == 0 else 0], device=device)
+        dist.broadcast(over, 0)
+        if rank == 0 and progress is not None:
+            progress(elapsed_s, counted)
+        if over.item():
+            return [list(times) for times in zip(*taken_s[1:], strict=True)]
 
-    def rounds(self, seconds_s: float, progress: ProgressFunction | None) -> list[list[float]]:
-        """Return the seconds of each case, on its slowest rank, in every round but the first."""
-        began_s = time.monotonic()
-        taken_s: list[list[float]] = []
-        while True:
-            taken_s.append(self._round())
-            counted = len(taken_s) - 1
-            elapsed_s = time.monotonic() - began_s
-            is_first = dist.get_rank() == 0
-            # Another round has to fit into the remaining time.
-            is_over = counted >= _FEWEST_ROUNDS and (
-                elapsed_s * (len(taken_s) + 1) / len(taken_s) > seconds_s
-            )
-            # Use the clock of the first rank, so that all ranks end with the same round.
-            over = torch.tensor([is_over if is_first else 0], device=self._device)
-            dist.broadcast(over, 0)
-            if is_first and progress is not None:
-                progress(elapsed_s, counted)
-            if over.item():
-                return [list(times) for times in zip(*taken_s[1:], strict=True)]
 
-    def _round(self) -> list[float]:
-        mine_s = []
-        for action in self._actions:
-            dist.barrier()
-            self._wait()
-            # Wait for the device before and after, so that only this action is measured.
-            began_s = time.perf_counter()
-            action()
-            self._wait()
-            mine_s.append(time.perf_counter() - began_s)
-        slowest_s = torch.tensor(mine_s, dtype=torch.float64, device=self._device)
-        dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
-        found: list[float] = slowest_s.tolist()
-        return found
+def _measure_round(actions: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    mine_s = []
+    for action in actions:
+        dist.barrier()
+        # Wait for the device before and after, so that only this action is measured.
+        _wait(device)
+        began_s = time.perf_counter()
+        action()
+        _wait(device)
+        mine_s.append(time.perf_counter() - began_s)
+    slowest_s = torch.tensor(mine_s, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+    found: list[float] = slowest_s.tolist()
+    return found
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
-    def _action(self, case: Case, rank: int) -> Callable[[], object]:
-        plan = case.plan
-        own = _part(self._source, plan.source, rank)
-        out = _part(self._target, plan.target, rank)
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
-        def run() -> object:
-            return redistribute(
-                own,
-                case.target,
-                source=case.source,
-                shape=case.shape if isinstance(case.source, ShardingSpec) else None,
-                dtype=torch.float32,
-                out=out,
-                method=case.method,
-            )
 
-        return run
+def _action(
+    case: Case, rank: int, source: torch.Tensor, target: torch.Tensor
+) -> Callable[[], object]:
+    """Return a function that runs a case in the given memory."""
+    plan = case.plan
+    own, out = _part(source, plan.source, rank), _part(target, plan.target, rank)
+
+    def run() -> object:
+        return redistribute(
+            own,
+            case.target,
+            source=case.source,
+            shape=case.shape if isinstance(case.source, ShardingSpec) else None,
+            dtype=torch.float32,
+            out=out,
+            method=case.method,
+        )
+
+    return run
 
 
 def _elements(layout: Layout, rank: int) -> int:
     shape = layout.local_shape(rank) if rank < layout.slots else None
-    count = 0 if shape is None else 1
-    for length in shape or ():
-        count *= length
-    return count
+    return 0 if shape is None else math.prod(shape)
 
 
 def _part(memory: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor | None:
