@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -131,9 +131,6 @@ class EngineLayout:
     sources: Mapping[str, SourceTensor]
     ranks: Sequence[RankLayout]
     notes: tuple[str, ...] = ()
-    _checked: dict[object, bool] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         for what, text in (("engine", self.engine), ("version", self.version)):
@@ -155,22 +152,19 @@ class EngineLayout:
                 f"{sorted(self.mesh.devices)}; give a layout for each, in order"
             )
         sizes = {name: math.prod(source.shape) for name, source in self.sources.items()}
+        # Ranks and layers share patterns, so each pattern is checked once for its sources.
+        checked: set[tuple[ParameterPattern, tuple[str, ...]]] = set()
         for rank in self.ranks:
-            self._check_rank(rank, sizes)
-        self._checked.clear()
-
-    def _check_rank(self, rank: RankLayout, sizes: Mapping[str, int]) -> None:
-        for name in rank.unread:
-            if name not in sizes:
-                raise LayoutError(
-                    f"{name!r}, which rank {rank.rank} does not read, is not a source"
-                )
-        for parameter in rank.parameters.values():
-            # Ranks and layers share patterns, so most parameters are checked already.
-            key = (parameter.pattern, parameter.sources)
-            if key not in self._checked:
-                _check_reach(rank.rank, parameter, sizes)
-                self._checked[key] = True
+            for name in rank.unread:
+                if name not in sizes:
+                    raise LayoutError(
+                        f"{name!r}, which rank {rank.rank} does not read, is not a source"
+                    )
+            for parameter in rank.parameters.values():
+                key = (parameter.pattern, parameter.sources)
+                if key not in checked:
+                    _check_reach(rank.rank, parameter, sizes)
+                    checked.add(key)
 
     def rank(self, rank: int) -> RankLayout:
         """Return the layout of a rank. Raises UsageError for an unknown rank."""
