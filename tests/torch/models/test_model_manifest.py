@@ -461,7 +461,7 @@ def test_ranks_of_equal_names_have_one_list_of_them() -> None:
     assert messages[0][1] != messages[1][1]
     found = read_manifests(messages)
     assert found[1] == (other, other)
-    assert found[0][0].columns.columns is found[1][0].columns.columns
+    assert found[0][0].columns.name_columns is found[1][0].columns.name_columns
 
 
 def test_layers_that_are_alike_are_written_once() -> None:

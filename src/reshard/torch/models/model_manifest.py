@@ -125,16 +125,16 @@ class EntryColumns(Sequence[Entry]):
     ([0, 0], 1, 'down')
     """
 
-    __slots__ = ("columns", "kind_of", "kinds", "samples")
+    __slots__ = ("kind_of", "kinds", "name_columns", "samples")
 
     def __init__(
         self,
-        columns: NameColumns,
+        name_columns: NameColumns,
         kinds: Sequence[Entry],
         kind_of: Sequence[int],
         samples: Sequence[str] = (),
     ) -> None:
-        self.columns = columns
+        self.name_columns = name_columns
         self.kinds = kinds
         self.kind_of = kind_of
         self.samples = samples
@@ -161,7 +161,7 @@ class EntryColumns(Sequence[Entry]):
     @property
     def names(self) -> Sequence[str]:
         """The common names."""
-        return self.columns.names
+        return self.name_columns.names
 
     def with_aliases(self, alias_of: Mapping[str, str]) -> EntryColumns:
         """Return the entries with the given tensors marked as the memory of others."""
@@ -173,13 +173,13 @@ class EntryColumns(Sequence[Entry]):
             if name in alias_of:
                 kind = self.kinds[kind_of[number]]._replace(alias_of=alias_of[name])
                 kind_of[number] = kinds.setdefault(kind, len(kinds))
-        return EntryColumns(self.columns, tuple(kinds), kind_of, self.samples)
+        return EntryColumns(self.name_columns, tuple(kinds), kind_of, self.samples)
 
     def __len__(self) -> int:
-        return len(self.columns.names)
+        return len(self.names)
 
     def __getitem__(self, number: int) -> Entry:  # type: ignore[override]
-        names = self.columns
+        names = self.name_columns
         return self.kinds[self.kind_of[number]]._replace(
             name=names.names[number],
             own_name=names.own_names[number],
@@ -212,9 +212,9 @@ class ListedEntries:
         own_numbers: dict[int, list[int]] = {}
         self._ranks = ranks
         for columns in ranks.values():
-            if id(columns.columns) not in own_numbers:
+            if id(columns.name_columns) not in own_numbers:
                 own = [numbers.setdefault(name, len(numbers)) for name in columns.names]
-                own_numbers[id(columns.columns)] = own
+                own_numbers[id(columns.name_columns)] = own
         self.names = list(numbers)
         self._own_numbers = own_numbers
         self._places = {
@@ -222,10 +222,8 @@ class ListedEntries:
             for key, of in own_numbers.items()
         }
         self.kind_of = self._number_kinds().tolist()
-        listed = {id(of.columns): of.columns for of in ranks.values() if len(of)}
-        self.may_share_names = len(listed) > 1 and not all(
-            columns_listed.are_own for columns_listed in listed.values()
-        )
+        listed = {id(of.name_columns): of.name_columns for of in ranks.values() if len(of)}
+        self.may_share_names = len(listed) > 1 and not all(n.are_own for n in listed.values())
 
     def _number_kinds(self) -> IntArray:
         kinds: dict[Entry, int] = {}
@@ -233,7 +231,7 @@ class ListedEntries:
         for columns in {id(of): of for of in self._ranks.values()}.values():
             # The last number stands for names that a rank does not list.
             of_kind = [kinds.setdefault(kind, len(kinds)) for kind in columns.kinds]
-            place = self._places[id(columns.columns)]
+            place = self._places[id(columns.name_columns)]
             own_kinds = np.array([*of_kind, -1])[
                 np.append(columns.kind_of, -1).astype(np.int64)[place]
             ]
@@ -245,7 +243,7 @@ class ListedEntries:
         """Return a tensor's entries by rank; the first if a rank lists it twice."""
         found = {}
         for rank, columns in self._ranks.items():
-            place = self._places[id(columns.columns)][number]
+            place = self._places[id(columns.name_columns)][number]
             if place >= 0:
                 found[rank] = columns[place]
         return found
@@ -254,10 +252,10 @@ class ListedEntries:
     def repeated(self) -> Iterator[tuple[int, Entry, Entry]]:
         """Yield the rank, first and later entry of names that a rank lists twice."""
         for rank, columns in self._ranks.items():
-            own = self._own_numbers[id(columns.columns)]
+            own = self._own_numbers[id(columns.name_columns)]
             if len(set(own)) == len(own):
                 continue
-            places = self._places[id(columns.columns)]
+            places = self._places[id(columns.name_columns)]
             for place, number in enumerate(own):
                 if places[number] != place:
                     yield rank, columns[int(places[number])], columns[place]
@@ -637,7 +635,7 @@ _KIND, _NAMES = "roster", "names"
 
 def write_names(manifest: ModelManifest) -> str:
     """Return the document of the names of a rank's tensors."""
-    columns = manifest.columns.columns
+    columns = manifest.columns.name_columns
     content = {
         "names": list(columns.names),
         "own_names": [] if columns.are_own else list(columns.own_names),

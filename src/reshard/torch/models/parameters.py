@@ -162,6 +162,8 @@ def _find_first_rank(model: model_inputs.Model, offset: int | None, group: RankG
 
 
 class _Lister:
+    """The columns of a manifest, and the tensors of this rank, as they are listed."""
+
     def __init__(
         self,
         naming: Naming | None,
@@ -214,10 +216,7 @@ class _Lister:
         self._own_names.append(own_name)
         self._local_names.append(local_name)
         self._samples.append(sample)
-        self._kind_of.append(self._number_kind(kind))
-
-    def _number_kind(self, kind: model_manifest.Entry) -> int:
-        return self._kinds.setdefault(kind, len(self._kinds))
+        self._kind_of.append(self._kinds.setdefault(kind, len(self._kinds)))
 
     def add_all(self, model: torch.nn.Module | Mapping[str, Any]) -> None:
         """List the tensors of a model that is not Megatron's."""
@@ -271,7 +270,7 @@ class _Lister:
             self._describe_kind(own_names[first], values[first], fusions[first])
             for first in map(firsts.__getitem__, range(len(numbers_by_kind)))
         ]
-        kind_numbers = list(map(self._number_kind, kinds))
+        kind_numbers = [self._kinds.setdefault(kind, len(self._kinds)) for kind in kinds]
         # 3. Collect the columns of each tensor.
         self._names, self._own_names = names, own_names
         self._kind_of = [kind_numbers[number] for number in numbers]
@@ -356,7 +355,7 @@ class _Lister:
         if pattern is not None:
             self._add_members(name, own_name, pattern, value, local, kind.layout)
             return
-        self._register(name, value, local, kind.shape is not None)
+        self._register(name, value, local if kind.shape is not None else None)
         sample = (
             local_tensors.sample_digest(local)
             if kind.layout is None and self._takes_samples
@@ -457,12 +456,10 @@ class _Lister:
             return None
         return local
 
-    def _register(
-        self, name: str, value: torch.Tensor, local: torch.Tensor, has_part: bool = True
-    ) -> None:
+    def _register(self, name: str, value: torch.Tensor, local: torch.Tensor | None) -> None:
         """Store a tensor, with its memory if that is a part of the full tensor."""
         self.tensors[name] = value
-        if has_part:
+        if local is not None:
             self.locals[name] = local
 
     def _add_members(
@@ -483,7 +480,7 @@ class _Lister:
         if layout is None:
             for number, view in enumerate(local):
                 member = pattern.replace("{}", str(number))
-                self._register_member(member, value, local, view)
+                self._register(member, value, view)
                 self._list_member(member, own_name, dtype, tuple(view.shape), None)
             return
         expected = layout.local_shapes.get(rank)
@@ -495,17 +492,10 @@ class _Lister:
             layout_of_member = member_layout(layout, number)
             at = find_position(layout, rank, number)
             view = None if at is None or expected != tuple(local.shape) else local[at]
-            self._register_member(member, value, local, view)
+            # A member is written through its stack, whose version autograd counts.
+            self._register(member, value, view)
             shape = None if view is None else tuple(view.shape)
             self._list_member(member, own_name, dtype, shape, layout_of_member)
-
-    def _register_member(
-        self, name: str, value: torch.Tensor, whole: torch.Tensor, view: torch.Tensor | None
-    ) -> None:
-        """Store a member with the memory of its stack."""
-        self._register(name, value, whole, has_part=False)
-        if view is not None:
-            self.locals[name] = view
 
     def _list_member(
         self,
