@@ -5,6 +5,7 @@ and checkpoints share. It knows no dtype, runner, cost or picture. In the order 
 
 regions       boxes of a tensor and the locations of their elements; parts of them, merged again
 boxes         many boxes as columns, and runs, that intersect
+strided_overlap  where the values of a region come from that was written through other regions
 holders       the slots that hold each element of the source
 overlap       the indices that target parts and cells take from each holder
 routes        which source cell feeds which target cell

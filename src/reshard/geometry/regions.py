@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 from reshard.binding import Binding, FileRange, View, are_dense
 from reshard.binding import dense_strides as dense_strides
 from reshard.layout import Box, Layout, flat_range_boxes
+from reshard.runs import IntArray
 
 Index = tuple[int, ...]
 
@@ -91,6 +92,15 @@ class Region(NamedTuple):
             else:
                 low += (size - 1) * stride
         return low, high
+
+    @property
+    def positions(self) -> IntArray:
+        """The offset of each element in the container, as an array of the box's shape.
+
+        >>> Region((0, 0), (2, 3), "file", 10, (1, 2)).positions.tolist()
+        [[10, 12, 14], [11, 13, 15]]
+        """
+        return View(self.offset, self.strides).positions(self.shape)
 
     def is_dense(self, itemsize: int = 1) -> bool:
         """Return whether the elements are stored row-major without gaps.

@@ -4,7 +4,6 @@
                         values of elements or with values that encode their position
     tracing_mode        a dispatch mode: what PyTorch's operators do to the origins of elements
     region_map          boxes of a tensor or a storage with the origins of their elements
-    strided_overlap     the intersection of two strided regions, and boxes of known elements
     fake_ranks          run this process as any rank, with collectives that move nothing
     module_layouts      layouts of modules that describe their own sharding: DTensors, Megatron
 

@@ -13,8 +13,9 @@ The container of a region is the origin of its elements: a source (`CopyOf`), a 
 (`FilledWith`) or an operation on sources (`ComputedFrom`). A map has few boxes for a tensor of any
 size. Boxes do not overlap; an element in no box was never written.
 
-A `StorageMap` holds the writes to a storage in order. Reading a view of it intersects the view with
-each write (`strided_overlap`); the last write of an element counts.
+A `StorageMap` holds the writes to a storage in order: regions of the storage, with the regions of
+origins that were copied there. Reading a view of it traces each write (`trace_copy`); the last
+write of an element counts.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from reshard.geometry.boxes import are_disjoint
 from reshard.geometry.regions import Index, Region, coalesce
-from reshard.runs import find_distinct
-from reshard.torch.loaders import strided_overlap
+from reshard.geometry.strided_overlap import trace_copy
 
 # Wider types that hold all values of a type.
 _WIDER = {
@@ -316,106 +317,38 @@ class StorageMap:
         size: in elements.
         source: the number of the source whose storage it is, or None. Its elements are the source's
             until they are overwritten.
-        writes: regions and origins, in order.
+        writes: regions of the storage, and the regions of origins that were written there, in
+            order.
     """
 
     dtype: str
     size: int
     source: int | None = None
-    writes: list[tuple[strided_overlap.StridedRegion, Region]] = field(default_factory=list)
+    writes: list[tuple[Region, Region]] = field(default_factory=list)
 
-    def write(self, where: strided_overlap.StridedRegion, written: RegionMap) -> None:
+    def write(self, view: Region, written: RegionMap) -> None:
         """Write a tensor to a view of the storage of the same shape."""
         for region in written.regions:
-            steps = zip(region.start, where.strides, strict=True)
-            offset = where.offset + sum(index * stride for index, stride in steps)
-            self.writes.append(
-                (strided_overlap.StridedRegion(offset, region.shape, where.strides), region)
-            )
+            target = view.intersect(region.start, region.stop)
+            if target is not None:
+                self.writes.append((target, region))
 
     def write_all(self, origin: ComputedFrom) -> None:
         """Overwrite the whole storage."""
         whole = Region((0,), (self.size,), origin, 0, (0,))
-        self.writes = [(strided_overlap.StridedRegion(0, (self.size,), (1,)), whole)]
+        self.writes = [(Region.dense((self.size,), None), whole)]
 
-    def read(self, where: strided_overlap.StridedRegion) -> RegionMap:
+    def read(self, view: Region) -> RegionMap:
         """Return the contents of a view of the storage."""
-        shape = where.sizes
-        base = RegionMap(shape, ())
+        base = RegionMap(view.shape, ())
         if self.source is not None:
-            base = RegionMap.of(shape, CopyOf(self.source), where.offset, where.strides)
-        parts = [part for write in self.writes for part in _find_parts(where, *write)]
-        if not parts:
-            return base
-        if base.regions or _may_overlap(parts):
-            return base.overwrite(parts)
-        return RegionMap(shape, tuple(parts))
-
-
-def _find_parts(
-    where: strided_overlap.StridedRegion, written: strided_overlap.StridedRegion, region: Region
-) -> list[Region]:
-    """Return the parts of a view that a write covers."""
-    parts = []
-    own = region.strides
-    overlaps: Iterable[strided_overlap.Overlap] | None = strided_overlap.find_aligned_overlap(
-        where, written
-    )
-    if overlaps is None:
-        written, own = _join_dims(written, own)
-        overlaps = strided_overlap.find_overlaps(where, written)
-    for start, stop, at, steps in overlaps:
-        offset = region.offset + sum(i * s for i, s in zip(at, own, strict=True))
-        strides = tuple(
-            sum(step * s for step, s in zip(along, own, strict=True)) for along in steps
-        )
-        parts.append(Region(start, stop, region.container, offset, strides))
-    return parts
-
-
-def _join_dims(
-    written: strided_overlap.StridedRegion, own: Index
-) -> tuple[strided_overlap.StridedRegion, Index]:
-    """Return the same elements with contiguous dimensions merged, and their strides in a source."""
-    dims: list[tuple[int, int, int]] = []
-    for size, stride, taken in zip(written.sizes, written.strides, own, strict=True):
-        if size == 1:
-            continue
-        if dims and dims[-1][1] == size * stride and dims[-1][2] == size * taken:
-            dims[-1] = (dims[-1][0] * size, stride, taken)
-        else:
-            dims.append((size, stride, taken))
-    sizes, strides, own = zip(*dims, strict=True) if dims else ((), (), ())
-    return strided_overlap.StridedRegion(written.offset, sizes, strides), own
-
-
-def _may_overlap(regions: Sequence[Region]) -> bool:
-    """Return whether two regions may share an element; False is certain."""
-    if len(regions) < 2 or not regions[0].start:
-        return len(regions) > 1
-    start = np.array([region.start for region in regions])
-    stop = np.array([region.stop for region in regions])
-    return _boxes_may_overlap(start, stop)
-
-
-def _boxes_may_overlap(start: strided_overlap.Integers, stop: strided_overlap.Integers) -> bool:
-    """Return whether two of the boxes, a row each, may share an element."""
-    if len(start) < 2 or any(_are_disjoint(start, stop, d) for d in range(start.shape[1])):
-        return False
-    if start.shape[1] < 2:
-        return True
-    # Loaders write tensors as grids of boxes. Boxes that span the same indices of the first
-    # dimension form a group; disjoint groups are compared by the remaining dimensions.
-    bounds = np.stack([start[:, 0], stop[:, 0]], axis=1)
-    _, firsts, group = find_distinct(bounds)
-    if len(firsts) > 1 and not _are_disjoint(start[firsts], stop[firsts], 0):
-        return True
-    members = (np.flatnonzero(group == g) for g in range(len(firsts)))
-    return any(_boxes_may_overlap(start[rows, 1:], stop[rows, 1:]) for rows in members)
-
-
-def _are_disjoint(
-    start: strided_overlap.Integers, stop: strided_overlap.Integers, dim: int
-) -> bool:
-    order = np.argsort(start[:, dim], kind="stable")
-    return bool((start[order[1:], dim] >= stop[order[:-1], dim]).all())
+            base = RegionMap.of(view.shape, CopyOf(self.source), view.offset, view.strides)
+        parts = [
+            part for target, region in self.writes for part in trace_copy(view, target, region)
+        ]
+        # Usually each element was written once. Then writes need not be subtracted from each other.
+        if not base.regions and are_disjoint(
+            np.array([part.start for part in parts]), np.array([part.stop for part in parts])
+        ):
+            return RegionMap(view.shape, tuple(parts))
+        return base.overwrite(parts)

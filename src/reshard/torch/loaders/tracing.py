@@ -29,6 +29,7 @@ from reshard.binding import View
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, RunError, UsageError
 from reshard.geometry.regions import Region, coalesce
+from reshard.geometry.strided_overlap import find_regions
 from reshard.layout import Box
 from reshard.recipes.engine_layouts import (
     Computed,
@@ -37,6 +38,7 @@ from reshard.recipes.engine_layouts import (
     RankLayout,
     SourcePiece,
 )
+from reshard.runs import IntArray
 from reshard.torch.loaders.region_map import (
     ComputedFrom,
     CopyOf,
@@ -45,7 +47,6 @@ from reshard.torch.loaders.region_map import (
     RegionMap,
     add_cast,
 )
-from reshard.torch.loaders.strided_overlap import Integers, find_boxes
 from reshard.torch.loaders.tracing_mode import TracingMode, ValuesNeeded, carrier_dtype
 
 
@@ -249,7 +250,7 @@ def _number(base: int, shape: Sequence[int], run: int) -> torch.Tensor:
     return torch.from_numpy(_value(numbers, run).reshape(tuple(shape)))
 
 
-def _value(numbers: Integers, run: int) -> Integers:
+def _value(numbers: IntArray, run: int) -> IntArray:
     """Return the values of elements, given their numbers, in a run."""
     if run == 0:
         return numbers & ((1 << LOW_BITS) - 1)
@@ -266,7 +267,7 @@ def _value(numbers: Integers, run: int) -> Integers:
 
 def _find_regions(
     values: list[NDArray[np.float64]],
-    bases: Integers,
+    bases: IntArray,
     source_types: list[str],
     dtype: str,
     traced: RegionMap,
@@ -296,18 +297,16 @@ def _find_regions(
     # Compare constants by their bits: NaN differs from itself.
     bits = np.where(category == _CONSTANT, values[0], 0.0).view(np.int64)
     regions: list[Region] = []
-    for start, stop, (source_number, value), (first,), steps in find_boxes(
-        [position], [category, bits]
-    ):
+    for region in find_regions(position, category, bits):
+        source_number, value = region.container
         if source_number >= 0:
             cast = add_cast((), source_types[source_number], dtype)
-            strides = tuple(step for (step,) in steps)
-            regions.append(Region(start, stop, CopyOf(source_number, cast), first, strides))
+            regions.append(region._replace(container=CopyOf(source_number, cast)))
         elif source_number == _CONSTANT:
             fill = float(np.array(value, dtype=np.int64).view(np.float64))
-            regions.append(Region(start, stop, FilledWith(fill), 0, (0,) * len(start)))
+            regions.append(region._replace(container=FilledWith(fill)))
         elif source_number == _COMPUTED:
-            regions += _find_operations(traced, start, stop)
+            regions += _find_operations(traced, region.start, region.stop)
     return RegionMap(tuple(shape), tuple(regions))
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RunError
 from reshard.geometry.regions import Region
+from reshard.geometry.strided_overlap import find_regions
 from reshard.torch.loaders import region_map
-from reshard.torch.loaders.strided_overlap import StridedRegion, find_boxes
 
 # The origin of a tensor that the loader created before it ran.
 _UNKNOWN = region_map.ComputedFrom(("a tensor of the loader",), ())
@@ -98,11 +99,11 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
             return region_map.RegionMap.of(tensor.shape, origin)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if memory.dtype == dtype:
-            return memory.read(_region(tensor))
+            return memory.read(_view(tensor))
         if as_dtype(memory.dtype).itemsize_bytes == tensor.dtype.itemsize:
-            found = memory.read(_region(tensor))
+            found = memory.read(_view(tensor))
             return found.map_origins(lambda origin: self._as_bits(origin, memory.dtype, dtype))
-        whole = memory.read(StridedRegion(0, (memory.size,), (1,)))
+        whole = memory.read(Region.dense((memory.size,), None))
         return region_map.RegionMap.of(
             tensor.shape, region_map.combine_origins(f"bits as {dtype}", whole.origins)
         )
@@ -117,12 +118,12 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
             self.written_sources.setdefault(self.names[memory.source])
         dtype = str(tensor.dtype).removeprefix("torch.")
         if memory.dtype == dtype:
-            memory.write(_region(tensor), written)
+            memory.write(_view(tensor), written)
         elif as_dtype(memory.dtype).itemsize_bytes == tensor.dtype.itemsize:
             as_memory = written.map_origins(lambda o: self._as_bits(o, dtype, memory.dtype))
-            memory.write(_region(tensor), as_memory)
+            memory.write(_view(tensor), as_memory)
         else:
-            before = memory.read(StridedRegion(0, (memory.size,), (1,)))
+            before = memory.read(Region.dense((memory.size,), None))
             memory.write_all(
                 region_map.combine_origins(
                     f"bits as {memory.dtype}", [*before.origins, *written.origins]
@@ -302,8 +303,10 @@ def carrier_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     return dtype if dtype.is_complex or dtype == torch.int64 else torch.int32
 
 
-def _region(tensor: torch.Tensor) -> StridedRegion:
-    return StridedRegion(tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+def _view(tensor: torch.Tensor) -> Region:
+    """Return a tensor as a region of its storage."""
+    shape = tuple(tensor.shape)
+    return Region((0,) * len(shape), shape, None, tensor.storage_offset(), tensor.stride())
 
 
 def _name(function: Any) -> str:
@@ -469,8 +472,8 @@ def _choose(
     # Boxes with a constant mask.
     flags = mask.expand(result.shape).to(torch.int64).numpy()
     regions: list[Region] = []
-    for start, stop, constants, _, _ in find_boxes([], [flags]):
-        part = values[1 - constants[0]].crop(start, stop)
+    for start, stop, (flag,), _, _ in find_regions(np.zeros_like(flags), flags):
+        part = values[1 - flag].crop(start, stop)
         regions += (region.translate(start) for region in part.regions)
     return region_map.RegionMap(tuple(result.shape), tuple(regions))
 
@@ -656,28 +659,24 @@ def _take_elements(
 ) -> region_map.RegionMap:
     """Return the elements of a tensor at row-major numbers, in boxes."""
     contents = mode.read(tensor)
-    shape = tuple(elements.shape)
     # The origin of each element, by number, and its offset in a source.
     numbers: dict[region_map.Origin, int] = {}
-    number = torch.full(contents.shape, -1, dtype=torch.int64)
-    offset = torch.zeros(contents.shape, dtype=torch.int64)
-    for start, stop, origin, first, strides in contents.regions:
-        inside = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
-        number[inside] = numbers.setdefault(origin, len(numbers))
-        for d, stride in enumerate(strides):
-            steps = torch.arange(stop[d] - start[d]) * stride
-            offset[inside] += steps.reshape((-1,) + (1,) * (len(strides) - d - 1))
-        offset[inside] += first
-    flat, origins = elements.reshape(-1), list(numbers)
-    taken_numbers = number.reshape(-1)[flat].reshape(shape).numpy()
-    taken_offsets = offset.reshape(-1)[flat].reshape(shape).numpy()
-    regions = []
-    boxes = find_boxes([taken_offsets], [taken_numbers])
-    for start, stop, (origin_number,), (first,), steps_of in boxes:
-        if origin_number >= 0:
-            strides = tuple(step for (step,) in steps_of)
-            regions.append(Region(start, stop, origins[origin_number], first, strides))
-    return region_map.RegionMap(shape, tuple(regions))
+    number = np.full(contents.shape, -1, dtype=np.int64)
+    offset = np.zeros(contents.shape, dtype=np.int64)
+    for region in contents.regions:
+        inside = tuple(slice(a, b) for a, b in zip(*region.box, strict=True))
+        number[inside] = numbers.setdefault(region.container, len(numbers))
+        offset[inside] = region.positions
+    taken, origins = elements.numpy(), list(numbers)
+    return region_map.RegionMap(
+        tuple(elements.shape),
+        tuple(
+            region._replace(container=origins[origin])
+            for region in find_regions(offset.reshape(-1)[taken], number.reshape(-1)[taken])
+            for (origin,) in [region.container]
+            if origin >= 0
+        ),
+    )
 
 
 def apply_elementwise(

@@ -40,12 +40,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from reshard.errors import RunError, ShardError
+from reshard.geometry.regions import Region
+from reshard.geometry.strided_overlap import trace_copy
 from reshard.layout import Layout
 from reshard.runs import IntArray
 from reshard.torch import endpoint
 from reshard.torch.exchange.packing.messages import cut
 from reshard.torch.fully_sharded import find_groups, find_storage, list_gathered
-from reshard.torch.loaders.strided_overlap import StridedRegion, find_overlaps
 from reshard.torch.models.model_manifest import ModelManifest
 from reshard.torch.models.naming import resolve_tie
 
@@ -249,7 +250,7 @@ def is_marked(tensor: torch.Tensor) -> bool:
 _DTYPE = operator.attrgetter("dtype")
 _IS_DENSE: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 # Columns of tensors: dtypes, numbers of elements, whether they are dense, strides of the others.
-_Looks = tuple[list[torch.dtype], list[int], list[bool], list[tuple[int, ...]]]
+_FormColumns = tuple[list[torch.dtype], list[int], list[bool], list[tuple[int, ...]]]
 # A tensor's device, first byte, end, and name.
 _Span = tuple[str, int, int, str]
 
@@ -279,7 +280,7 @@ class LocalTensors:
         self.inner = list(compress(local_tensors, map(operator.not_, are_own)))
         known_addresses = self.columns.addresses if self.columns is not None else None
         self._addresses = known_addresses or list(map(torch.Tensor.data_ptr, local_tensors))
-        self._looks = _list_looks(local_tensors)
+        self._forms = _list_forms(local_tensors)
 
     @cached_property
     def own_memory(self) -> MemoryColumns:
@@ -303,12 +304,13 @@ class LocalTensors:
             for name, address, address_now in zip(self.tensors, self._addresses, now, strict=True):
                 if address_now != address:
                     yield name, f"is at another address than when it was prepared ({address:#x})"
-        signatures = _list_looks(local_tensors)
-        if signatures != self._looks:
-            rows = zip(self.tensors, _list_rows(self._looks), _list_rows(signatures), strict=True)
+        forms = _list_forms(local_tensors)
+        if forms != self._forms:
+            rows = zip(self.tensors, _list_rows(self._forms), _list_rows(forms), strict=True)
             for name, before, after in rows:
                 if before != after:
-                    yield name, f"has {_say(*after)}, and had {_say(*before)} when it was prepared"
+                    now_text, then_text = _describe_form(*after), _describe_form(*before)
+                    yield name, f"has {now_text}, and had {then_text} when it was prepared"
 
     def is_unchanged(
         self, tensors: Sequence[torch.Tensor], described: object, addresses: list[int]
@@ -387,7 +389,7 @@ class ListingCache:
         return known if is_known else None
 
 
-def _list_looks(tensors: Sequence[torch.Tensor]) -> _Looks:
+def _list_forms(tensors: Sequence[torch.Tensor]) -> _FormColumns:
     """Return, in columns, what `t.data = ...` and `t.resize_()` may change in place."""
     numbers, dense = list(map(torch.Tensor.numel, tensors)), list(map(_IS_DENSE, tensors))
     # Strides of dense tensors follow from the rest, and are slower to query than all of it.
@@ -397,15 +399,15 @@ def _list_looks(tensors: Sequence[torch.Tensor]) -> _Looks:
     return list(map(_DTYPE, tensors)), numbers, dense, strides
 
 
-def _list_rows(signatures: _Looks) -> Iterator[tuple[torch.dtype, int, tuple[int, ...] | None]]:
+def _list_rows(forms: _FormColumns) -> Iterator[tuple[torch.dtype, int, tuple[int, ...] | None]]:
     """Yield the same for each tensor, with strides only of those that are not dense."""
-    dtypes, numbers, dense, strides = signatures
+    dtypes, numbers, dense, strides = forms
     loose = iter(strides)
     for dtype, number, is_dense in zip(dtypes, numbers, dense, strict=True):
         yield dtype, number, None if is_dense else next(loose)
 
 
-def _say(dtype: torch.dtype, number: int, strides: tuple[int, ...] | None) -> str:
+def _describe_form(dtype: torch.dtype, number: int, strides: tuple[int, ...] | None) -> str:
     return f"{number} {'dense ' * (strides is None)}elements of {dtype}" + (
         "" if strides is None else f" with strides {strides}"
     )
@@ -565,17 +567,20 @@ def _find_overlaps(tensors: Mapping[str, torch.Tensor], spans: Sequence[_Span]) 
 
 
 def _share_elements(first_tensor: torch.Tensor, second_tensor: torch.Tensor) -> bool:
-    first = min(first_tensor.data_ptr(), second_tensor.data_ptr())
-    regions = [
-        StridedRegion(
-            tensor.data_ptr() - first,
+    begin = min(first_tensor.data_ptr(), second_tensor.data_ptr())
+    first, second = (
+        Region(
+            (0,) * (tensor.ndim + 1),
+            # Bytes are a dimension too, since the tensors may have different element types.
             (*tensor.shape, tensor.element_size()),
+            "memory",
+            tensor.data_ptr() - begin,
             (*(stride * tensor.element_size() for stride in tensor.stride()), 1),
         )
         for tensor in (first_tensor, second_tensor)
-    ]
+    )
     try:
-        return any(True for _ in find_overlaps(*regions))
+        return any(True for _ in trace_copy(first, second, second))
     except RunError:
         # Too large to compare by elements: their byte ranges decide.
         return True
