@@ -469,3 +469,18 @@ def test_arguments_of_numpy_that_are_not_taken_are_said() -> None:
     ):
         with pytest.raises(UsageError, match=r"on an array in shards.*use reshard\.spmd\."):
             function()
+
+
+def test_a_recorder_overrides_only_the_methods_of_what_it_observes() -> None:
+    class Names(sp.Recorder):
+        def __init__(self) -> None:
+            self.found: list[str] = []
+
+        def record(self, call: CompiledCall, operands: Any, results: Any) -> None:
+            self.found.append(call.name)
+
+    names, mesh = Names(), DeviceMesh.of(x=2)
+    with sp.recording(names):
+        x = sp.array(np.ones((2, 2)), spec(mesh, "x, -"))
+        (x @ x).shard(spec(mesh, "-, x")).to_dense()
+    assert names.found == ["matmul"]

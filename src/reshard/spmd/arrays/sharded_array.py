@@ -364,9 +364,7 @@ class ShardedArray(ArrayValue):
     def _tell_readers(self) -> None:
         # Recorders that differentiate raise an error: values read from elements have no gradient.
         for recorder in recorders:
-            read = getattr(recorder, "record_read", None)
-            if read is not None:
-                read(self)
+            recorder.record_read(self)
 
     def shard(self, target: DeviceMesh | ShardingSpec, dims: Dims | None = None) -> ShardedArray:
         """Return the array in another sharding.

@@ -17,7 +17,13 @@ from reshard.spmd.core.operator import JointPullback, TapeStep
 from reshard.spmd.gradients.tape import OfElements, Tape, add_step
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.error_translation import check_function
-from reshard.spmd.shards.operation_call import CompiledCall, call, recorders, recording
+from reshard.spmd.shards.operation_call import (
+    CompiledCall,
+    Recorder,
+    call,
+    recorders,
+    recording,
+)
 
 Function = Callable[..., Any]
 
@@ -56,8 +62,10 @@ def rematerialized(function: Function) -> Function:
     return called
 
 
-class _Outsiders:
+class _Outsiders(Recorder):
     """A recorder of the arrays of tapes that a function reads in addition to its arguments."""
+
+    differentiates = True
 
     def __init__(self, tapes: Sequence[Tape]) -> None:
         self.found: dict[int, Any] = {}

@@ -38,7 +38,13 @@ from reshard.spmd.ops import data_types
 from reshard.spmd.ops.filling import zeros_like
 from reshard.spmd.ops.movement import summed_to
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import CompiledCall, notify_recorder, placed, recorders
+from reshard.spmd.shards.operation_call import (
+    CompiledCall,
+    Recorder,
+    notify_recorder,
+    placed,
+    recorders,
+)
 from reshard.spmd.shards.partial_sums import settles, without_partial
 from reshard.spmd.shards.runner import replicated
 
@@ -116,8 +122,10 @@ def is_real_floating(dtype: DType) -> bool:
     return kind_of(dtype) == "real floating"
 
 
-class Tape:
+class Tape(Recorder):
     """A record of the operations that depend on watched arrays, in order."""
+
+    differentiates = True
 
     def __init__(self) -> None:
         self.steps: list[TapeStep] = []
@@ -244,12 +252,17 @@ class Tape:
         return found, pull_rest
 
 
-class OfElements:
+class OfElements(Recorder):
     """A recorder that forwards only operations on arrays with elements to another recorder."""
 
-    def __init__(self, recorder: Any) -> None:
-        self.record_read = recorder.record_read
+    differentiates = True
+
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+
+    def record_read(self, array: ArrayValue) -> None:
+        """Forward a read."""
+        self.recorder.record_read(array)
 
     @property
     def of_elements(self) -> OfElements:
@@ -259,8 +272,7 @@ class OfElements:
     def watches(self, arrays: Sequence[Any]) -> bool:
         """Return whether the recorder watches any of the arrays, all of which have elements."""
         is_abstract = any(isinstance(x, ArrayValue) and x.runner.is_abstract for x in arrays)
-        watches = getattr(self.recorder, "watches", None)
-        return watches is not None and not is_abstract and bool(watches(arrays))
+        return not is_abstract and self.recorder.watches(arrays)
 
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
@@ -275,13 +287,13 @@ class OfElements:
             self.recorder.record_reshard(operand, result)
 
 
-def _list_hearing(arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
+def _list_hearing(arrays: Sequence[Any]) -> list[tuple[Recorder, Recorder]]:
     """Return the recorders that observe operations on arrays, with the recorder that each serves.
 
     While a function is traced, tapes observe only arrays with elements.
     """
     is_abstract = any(isinstance(x, ArrayValue) and x.runner.is_abstract for x in arrays)
-    found = []
+    found: list[tuple[Recorder, Recorder]] = []
     for one in recorders:
         if not isinstance(one, OfElements):
             found.append((one, one))
@@ -295,11 +307,11 @@ def add_step(step: TapeStep) -> None:
     for _, one in _list_hearing((*step.operands, *step.results)):
         if isinstance(one, Tape) and any(map(one.is_active, step.operands)):
             one.add(step)
-        elif hasattr(one, "record_operands"):
+        else:
             one.record_operands(step.operands)
 
 
-def find_tapes(arrays: Sequence[Any]) -> list[Any]:
+def find_tapes(arrays: Sequence[Any]) -> list[Recorder]:
     """Return the recorders of the tapes on which a step of some arrays is put."""
     return [listening for listening, one in _list_hearing(arrays) if isinstance(one, Tape)]
 
@@ -460,10 +472,9 @@ def ended(x: Any, spec: ShardingSpec, like: Any = None) -> Any:
     if settles():
         return placed(x, spec)
     made = x.shard(spec)
-    for recorder in recorders:
-        record_end = getattr(recorder, "record_end", None)
-        if record_end is not None and like is not None:
-            record_end(made, like)
+    if like is not None:
+        for recorder in recorders:
+            recorder.record_end(made, like)
     return made
 
 

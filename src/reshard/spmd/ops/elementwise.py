@@ -78,9 +78,7 @@ def _beside(first: ArrayValue, one: ArrayValue) -> ArrayValue:
         return one
     for recorder in recorders:
         # The copy is a new array, on which no gradient depends: recorders must know of the read.
-        read = getattr(recorder, "record_read", None)
-        if read is not None:
-            read(one)
+        recorder.record_read(one)
     mesh = None if one.type.spec is None else one.type.spec.mesh
     shards = dict(zip(one.runner.ranks(mesh), one._shards, strict=True))
     beside = next(iter(first._shards), None)

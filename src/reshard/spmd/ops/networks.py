@@ -71,7 +71,7 @@ def _find_most(x: Any, axis: Axis) -> Any:
     """Return the maximum along axes as a constant, since subtracting it does not affect results."""
     most = reductions.max(x, axis=axis, keepdims=True)
     # Differentiating the maximum would require finding the maximal elements on all ranks.
-    is_differentiated = any(hasattr(one, "record_read") for one in recorders)
+    is_differentiated = any(one.differentiates for one in recorders)
     return call("stop_gradient", (most,)) if is_differentiated else most
 
 

@@ -29,7 +29,7 @@ from reshard.errors import ShardError
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.backend import library_of
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import CompiledCall, recording
+from reshard.spmd.shards.operation_call import CompiledCall, Recorder, recording
 from reshard.spmd.shards.runner import Runner
 
 _is_checking: ContextVar[bool] = ContextVar("is_checking", default=False)
@@ -58,7 +58,7 @@ def checking() -> Iterator[None]:
             _compare(comparer.runner, "operation", "the end of sp.checking()")
 
 
-class _Comparer:
+class _Comparer(Recorder):
     """A recorder that compares each operation of a runner over processes."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from reshard.errors import MeshError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
@@ -237,12 +237,24 @@ class CompiledCall:
         return any(self.operands[number] is not None for number in self.factors)
 
 
-class Recorder(Protocol):
-    """Observes operations, in the order in which they are executed.
+class Recorder:
+    """An observer of operations, in the order in which they are executed.
 
-    A recorder may also have a method `record_movement(call, operand, spec)`, which is called before
-    `record` for each operand that the operation itself moves to another sharding.
+    A subclass overrides the methods of what it observes; the others do nothing.
+
+    Attributes:
+        record_movement: called with the operation, the operand and the sharding before `record`,
+            for each operand that an operation itself moves to another sharding; None if these are
+            not observed.
+        differentiates: whether it records a function to differentiate it.
+        takes_bodies: whether loops, branches and eager functions are recorded as an operation, by
+            `add_body`; else operation by operation.
     """
+
+    # None instead of an empty method, so that movements are not looked for in vain.
+    record_movement: Callable[[CompiledCall, Any, ShardingSpec], object] | None = None
+    differentiates = False
+    takes_bodies = False
 
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
@@ -251,6 +263,34 @@ class Recorder(Protocol):
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
         """Observe a reshard that the user requested."""
+
+    def record_operands(self, operands: Sequence[Any]) -> None:
+        """Observe the operands of a step that is not an operator: a loop, a branch."""
+
+    def record_read(self, array: ArrayValue) -> None:
+        """Observe that elements are read, on which no gradient depends."""
+
+    def record_end(self, result: ArrayValue, like: ArrayValue) -> None:
+        """Observe that a function's result was resharded to have the sharding of an input."""
+
+    def watches(self, arrays: Sequence[Any]) -> bool:
+        """Return whether it has to record the operations on any of the arrays."""
+        return False
+
+    @property
+    def of_elements(self) -> Recorder | None:
+        """The recorder that listens for it while a function is traced; None if none does."""
+        return None
+
+
+class _Forwarding(Recorder):
+    """A recorder that forwards to the methods of an object of another class."""
+
+    def __init__(self, observer: Any) -> None:
+        for name in ("record", "record_reshard", "record_movement", "record_read"):
+            if hasattr(observer, name):
+                setattr(self, name, getattr(observer, name))
+        self.differentiates = hasattr(observer, "record_read")
 
 
 class _Listening(threading.local):
@@ -275,15 +315,22 @@ recorders = _Listening()
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Let a recorder observe the operations inside. Raises UsageError if it is not a recorder."""
+def recording(recorder: object) -> Iterator[None]:
+    """Let a recorder observe the operations inside.
+
+    Args:
+        recorder: a `Recorder`, or another object with its methods `record` and `record_reshard`.
+
+    Raises UsageError if it is neither.
+    """
     if not hasattr(recorder, "record") or not hasattr(recorder, "record_reshard"):
         raise UsageError(
             f"recording by {recorder!r}, a {type(recorder).__name__}; an object with the methods "
             "record and record_reshard was expected: see sp.Recorder"
         )
     before = list(recorders)
-    recorders.replace([*before, recorder])
+    added = recorder if isinstance(recorder, Recorder) else _Forwarding(recorder)
+    recorders.replace([*before, added])
     try:
         yield
     finally:
@@ -297,7 +344,7 @@ def unrecorded() -> Iterator[None]:
     If a function is traced inside, tapes see only its operations on arrays from outside.
     """
     before = list(recorders)
-    recorders.replace([one.of_elements for one in before if hasattr(one, "of_elements")])
+    recorders.replace([own for one in before if (own := one.of_elements) is not None])
     try:
         yield
     finally:
@@ -306,8 +353,7 @@ def unrecorded() -> Iterator[None]:
 
 def is_watched(arrays: Sequence[Any]) -> bool:
     """Return whether a listening tape has to record operations on any of the arrays."""
-    watching = (getattr(recorder, "watches", None) for recorder in recorders)
-    return any(watches is not None and watches(arrays) for watches in watching)
+    return any(recorder.watches(arrays) for recorder in recorders)
 
 
 def placed(x: Any, spec: ShardingSpec) -> Any:
@@ -369,7 +415,7 @@ def notify_recorder(
     recorder: Recorder, done: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
 ) -> None:
     """Show a recorder the movements of an operation's operands, and the operation."""
-    record_movement = getattr(recorder, "record_movement", None)
+    record_movement = recorder.record_movement
     if record_movement is not None:
         for operand, kind, spec in zip(operands, done.operands, done.runs_with, strict=True):
             own = None if kind is None else kind.spec

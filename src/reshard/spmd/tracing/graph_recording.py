@@ -33,7 +33,13 @@ from reshard.spmd.core.operator import operator_of
 from reshard.spmd.graph import NO_ATTRIBUTES, Body, Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import Attributes, CompiledCall, recorders, recording
+from reshard.spmd.shards.operation_call import (
+    Attributes,
+    CompiledCall,
+    Recorder,
+    recorders,
+    recording,
+)
 from reshard.spmd.shards.runner import runner_for
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 
@@ -61,8 +67,10 @@ def abstract(
     return ArrayType(sizes, as_dtype(dtype), spec)
 
 
-class GraphRecorder:
-    """Appends the operations of a runner to a graph; a `Recorder` of `operation_call`."""
+class GraphRecorder(Recorder):
+    """A recorder that appends the operations of a runner to a graph."""
+
+    takes_bodies = True
 
     def __init__(self, runner: AbstractRunner) -> None:
         self.runner = runner
@@ -195,8 +203,7 @@ class GraphRecorder:
         body = replace(body, result_meshes=meshes)
         self._add(name, rule, operands, results, attributes, body=body)
         for recorder in recorders:
-            if hasattr(recorder, "record_operands"):
-                recorder.record_operands(operands)
+            recorder.record_operands(operands)
         return results
 
 

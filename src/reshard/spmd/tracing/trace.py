@@ -74,9 +74,6 @@ class _LastCall(Recorder):
         """Keep the call."""
         self.call = call
 
-    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
-        """Do nothing: the arrays before and after a reshard are observed."""
-
 
 class _OperationTracer:
     """Makes a `TracedOperation` of every operation that it observes.
