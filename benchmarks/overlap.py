@@ -45,7 +45,7 @@ import torch.distributed as dist
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
-from reshard.spmd.programs.pipelines import process_run
+from reshard.spmd.programs.pipelines import boundaries
 from reshard.topology import Link, Overhead, Topology
 from reshard.torch.exchange.exchange import MessageExchange
 
@@ -224,13 +224,13 @@ def stages() -> dict[str, list[Case]]:
 
         def step_blocking(step: Callable[[], None] = step) -> None:
             # As on devices: in the thread of the program, in one order on both sides.
-            ahead, leaves = process_run._AHEAD, MessageExchange.can_leave_its_thread
-            process_run._AHEAD = 0
+            ahead, leaves = boundaries._AHEAD, MessageExchange.can_leave_its_thread
+            boundaries._AHEAD = 0
             MessageExchange.can_leave_its_thread = False  # type: ignore
             try:
                 step()
             finally:
-                process_run._AHEAD = ahead
+                boundaries._AHEAD = ahead
                 MessageExchange.can_leave_its_thread = leaves  # type: ignore
 
         name = f"stages, {order}, {table.length * 1e3:.0f} ms said"

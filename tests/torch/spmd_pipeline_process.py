@@ -16,7 +16,7 @@ import reshard.spmd as sp
 from pipeline_models import make_arrays, make_stages, place, whole
 from refit_models import expect
 from reshard.errors import PlanError, ReshardError, RunError
-from reshard.spmd.programs.pipelines import process_run
+from reshard.spmd.programs.pipelines import boundaries
 from reshard.torch.exchange.exchange import MessageExchange
 from selection import choose
 
@@ -131,12 +131,12 @@ def who_sends_goes_on(group: Any) -> None:
 
 def in_one_order_on_both_sides(group: Any) -> None:
     """The same where messages may not leave the thread of the program, as on devices."""
-    ahead, leaves = process_run._AHEAD, MessageExchange.can_leave_its_thread
-    process_run._AHEAD, MessageExchange.can_leave_its_thread = 0, False  # type: ignore
+    ahead, leaves = boundaries._AHEAD, MessageExchange.can_leave_its_thread
+    boundaries._AHEAD, MessageExchange.can_leave_its_thread = 0, False  # type: ignore
     try:
         equals_the_whole(2, (1, 2), group, choose(1, len(ORDERS)))
     finally:
-        process_run._AHEAD, MessageExchange.can_leave_its_thread = ahead, leaves  # type: ignore
+        boundaries._AHEAD, MessageExchange.can_leave_its_thread = ahead, leaves  # type: ignore
 
 
 def other_steps_are_refused(group: Any) -> None:

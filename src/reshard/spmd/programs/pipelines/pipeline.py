@@ -40,36 +40,6 @@ from reshard.spmd.tracing.trace import trace
 from reshard.topology import Topology
 
 
-def find_stage_costs(
-    stages: Sequence[Stage],
-    specs: Sequence[ShardingSpec | None],
-    gradient_specs: Sequence[Any],
-    parameters: Sequence[Any],
-    microbatch: tuple[Any, Any],
-    topology: Topology,
-    library: str,
-) -> tuple[StageCosts, ...]:
-    """Return the costs of each stage, in seconds; see `Pipeline.costs`."""
-    if topology.device is None:
-        raise UsageError(
-            "a topology without a device: computing has no times; give one that knows of its "
-            "devices, such as reshard.cost.load_preset('h100-8').topology()"
-        )
-    x, targets = microbatch
-    found = []
-    for number, (function, own) in enumerate(zip(stages, parameters, strict=True)):
-        ends = gradient_specs[number]
-        is_last = number == len(stages) - 1
-        given = (x, targets) if is_last else (x,)
-        found.append(_costs_of(function, own, given, ends, number == 0, topology, library))
-        if not is_last:
-            (made,) = trace(function, own, x).outputs
-            x = made if specs[number + 1] is None else made.with_spec(specs[number + 1])
-            send_s = trace(placed, made, x.spec, topology=topology, library=library).seconds_s
-            found[-1] = replace(found[-1], send=send_s or 0.0)
-    return tuple(found)
-
-
 def _costs_of(
     function: Stage,
     own: Any,
@@ -238,12 +208,16 @@ class Pipeline:
                 )
         given = (leaf for _, leaf in leaves(list(parameters)) if isinstance(leaf, ArrayValue))
         keeper = next((leaf.runner for leaf in given), runner_for())
-        own = self._passes, self.schedule, self.specs
-        if keeper.has_every_shard:
-            return PipelineRun(*own, parameters, microbatches).result()
-        from reshard.spmd.programs.pipelines.process_run import run_over_processes
+        boundaries = None
+        if not keeper.has_every_shard:
+            from reshard.spmd.programs.pipelines.boundaries import Boundaries
 
-        return run_over_processes(*own, parameters, microbatches, keeper)
+            boundaries = Boundaries(
+                self.schedule, self.specs, parameters, len(microbatches), keeper
+            )
+        passes, schedule, specs = self._passes, self.schedule, self.specs
+        run = PipelineRun(passes, schedule, specs, parameters, microbatches, boundaries)
+        return run.result()
 
     def costs(
         self,
@@ -282,11 +256,27 @@ class Pipeline:
         >>> [int(cost.activation_bytes) for cost in pipeline.costs(weights, (x, y), topology)]
         [8192, 16384]
         """
-        from reshard.spmd.programs.pipelines.pipeline import find_stage_costs
-
         self._check_parameters(parameters)
-        own = self.stages, self.specs, self._ends, parameters
-        return find_stage_costs(*own, microbatch, topology, library)
+        if topology.device is None:
+            raise UsageError(
+                "a topology without a device: computing has no times; give one that knows of its "
+                "devices, such as reshard.cost.load_preset('h100-8').topology()"
+            )
+        x, targets = microbatch
+        found = []
+        for number, (function, own) in enumerate(zip(self.stages, parameters, strict=True)):
+            is_last = number == len(self.stages) - 1
+            given = (x, targets) if is_last else (x,)
+            ends = self._ends[number]
+            cost = _costs_of(function, own, given, ends, number == 0, topology, library)
+            if not is_last:
+                (made,) = trace(function, own, x).outputs
+                spec = self.specs[number + 1]
+                x = made if spec is None else made.with_spec(spec)
+                send_s = trace(placed, made, x.spec, topology=topology, library=library).seconds_s
+                cost = replace(cost, send=send_s or 0.0)
+            found.append(cost)
+        return tuple(found)
 
     def _check_parameters(self, parameters: Sequence[Any]) -> None:
         if len(parameters) != len(self.stages):

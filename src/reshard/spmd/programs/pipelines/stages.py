@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import RLock
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError, UsageError
 from reshard.sharding import ShardingSpec
@@ -48,6 +48,10 @@ from reshard.spmd.shards.operation_call import placed, recorders, unrecorded
 from reshard.spmd.shards.partial_sums import settled, without_partial
 from reshard.spmd.shards.runner import Runner, runner_for
 from reshard.spmd.tracing.graph_recording import GraphRecorder, filled_in_order, record
+
+if TYPE_CHECKING:
+    # With PyTorch, which pipelines of a single process do without.
+    from reshard.spmd.programs.pipelines.boundaries import Boundaries, StageBoundary
 
 Back = Callable[[Any], tuple[Any, Callable[[], Any]]]
 """From a cotangent to that of the stage's array, and what gives the gradients then."""
@@ -416,10 +420,19 @@ def _sum(one: Any, other: Any) -> Any:
 
 @dataclass
 class PipelineRun:
-    """One step: what tasks have made that later ones take, by stage and microbatch.
+    """One step: the results of tasks that later tasks take, by stage and microbatch.
 
-    `held` are passes whose backward pass is still to run, and `origins` the original shardings of
-    inputs.
+    Args:
+        stages: the passes of each stage.
+        schedule: the tasks.
+        specs: the sharding in which each stage takes its array.
+        parameters: of each stage; None for a stage of other processes.
+        microbatches: pairs of what the first stage takes and the last stage's targets.
+        boundaries: see `find_boundaries`; none in a single process.
+
+    Attributes:
+        held: passes whose backward pass is still to run.
+        origins: the shardings in which previous stages made the inputs.
     """
 
     stages: Sequence[StagePasses]
@@ -427,12 +440,32 @@ class PipelineRun:
     specs: Sequence[ShardingSpec | None]
     parameters: Sequence[Any]
     microbatches: Sequence[tuple[Any, Any]]
-    held: dict[tuple[int, int], ProgramPass | _EagerPass] = field(default_factory=dict)
-    inputs: dict[tuple[int, int], Any] = field(default_factory=dict)
-    origins: dict[tuple[int, int], ShardingSpec | None] = field(default_factory=dict)
-    cotangents: dict[tuple[int, int], Any] = field(default_factory=dict)
-    losses: list[Any] = field(default_factory=list)
-    gradients: dict[int, Any] = field(default_factory=dict)
+    boundaries: Boundaries | None = None
+    held: dict[tuple[int, int], ProgramPass | _EagerPass] = field(init=False, default_factory=dict)
+    inputs: dict[tuple[int, int], Any] = field(init=False, default_factory=dict)
+    origins: dict[tuple[int, int], ShardingSpec | None] = field(init=False, default_factory=dict)
+    cotangents: dict[tuple[int, int], Any] = field(init=False, default_factory=dict)
+    losses: list[Any] = field(init=False, default_factory=list)
+    gradients: dict[int, Any] = field(init=False, default_factory=dict)
+
+    def result(self) -> tuple[Any, list[Any]]:
+        """Run the tasks that are here, in an order in which each comes after those it needs.
+
+        Returns the mean loss, and the gradients of each stage; None for those of other processes.
+        """
+        order, boundaries = self.schedule.run_order, self.boundaries
+        if boundaries is None:
+            for task in order:
+                self.do(task)
+        else:
+            with boundaries.step(order) as own_tasks:
+                for task in own_tasks:
+                    self.do(task)
+        total = None
+        for one in self.losses:
+            total = one if total is None else total + one
+        loss = None if total is None else total / len(self.losses)
+        return loss, [self.gradients.get(stage) for stage in range(len(self.stages))]
 
     def do(self, task: PipelineTask) -> None:
         """Run a task, and move its result to the stage that takes it."""
@@ -440,27 +473,39 @@ class PipelineRun:
         if task.work is Work.FORWARD:
             made = self._go_forward(stage, microbatch)
             if stage < len(self.stages) - 1:
-                self.bring_forward(stage, microbatch, made)
+                self._bring_forward(stage, microbatch, made)
             return
         known = self.gradients.pop(stage, None) if task.work is not Work.BACKWARD_INPUT else None
         if task.work is Work.BACKWARD_WEIGHTS:
             self.gradients[stage] = self.held.pop((stage, microbatch)).find_gradients(known)
             return
-        cotangent = self.take_cotangent(stage, microbatch)
+        after = self._boundary(stage)
+        if after is None:
+            cotangent = self.cotangents.pop((stage, microbatch))
+        else:
+            cotangent = after.take((microbatch, True))
         if task.work is Work.BACKWARD:
             slope, found = self.held.pop((stage, microbatch)).go_back(cotangent, known)
             self.gradients[stage] = found
         else:
             slope = self.held[stage, microbatch].go_back_to_input(cotangent)
         if stage:
-            self.bring_back(stage, microbatch, slope)
+            self._bring_back(stage, microbatch, slope)
+
+    def _boundary(self, stage: int) -> StageBoundary | None:
+        """Return the boundary between a stage and the next, if that is on other processes."""
+        return None if self.boundaries is None else self.boundaries.by_stage.get(stage)
 
     def _go_forward(self, stage: int, microbatch: int) -> Any:
         """Run a forward pass and return its output; that of the last stage is a loss."""
         x, targets = self.microbatches[microbatch]
         is_last = stage == len(self.stages) - 1
         if stage:
-            x = self.take_input(stage, microbatch)
+            before = self._boundary(stage - 1)
+            if before is None:
+                x = self.inputs.pop((stage, microbatch))
+            else:
+                x = before.take((microbatch, False))
         given = (x, targets) if is_last else (x,)
         is_split = (stage, microbatch) in self.schedule.splits_backward
         begun = self.stages[stage].begin(self.parameters[stage], given, is_split)
@@ -477,37 +522,22 @@ class PipelineRun:
             self.cotangents[stage, microbatch] = full_like(made, 1 / len(self.microbatches))
         return made
 
-    def bring_forward(self, stage: int, microbatch: int, made: Any) -> None:
+    def _bring_forward(self, stage: int, microbatch: int, made: Any) -> None:
         """Move the output of a stage to the mesh of the next."""
+        after = self._boundary(stage)
+        if after is not None:
+            after.begin((microbatch, False), made)
+            return
         spec = self.specs[stage + 1]
         self.origins[stage + 1, microbatch] = made.type.spec
         self.inputs[stage + 1, microbatch] = made if spec is None else placed(made, spec)
 
-    def take_input(self, stage: int, microbatch: int) -> Any:
-        """Return the output of the previous stage."""
-        return self.inputs.pop((stage, microbatch))
-
-    def bring_back(self, stage: int, microbatch: int, slope: Any) -> None:
-        """Bring the cotangent of a stage's input to where that was made."""
+    def _bring_back(self, stage: int, microbatch: int, slope: Any) -> None:
+        """Move the cotangent of a stage's input to where the previous stage made that."""
+        before = self._boundary(stage - 1)
+        if before is not None:
+            before.begin((microbatch, True), slope)
+            return
         origin = self.origins.pop((stage, microbatch))
         back = slope if origin is None else placed(slope, without_partial(origin))
         self.cotangents[stage - 1, microbatch] = back
-
-    def take_cotangent(self, stage: int, microbatch: int) -> Any:
-        """Return the cotangent of what a stage made."""
-        return self.cotangents.pop((stage, microbatch))
-
-    def result(self) -> tuple[Any, list[Any]]:
-        """Run all tasks, in an order in which each comes after those it needs."""
-        for task in self.schedule.run_order:
-            self.do(task)
-        return self.found()
-
-    def found(self) -> tuple[Any, list[Any]]:
-        """Return the mean loss, and the gradients of each stage; None for what is elsewhere."""
-        total = None
-        for one in self.losses:
-            total = one if total is None else total + one
-        loss = None if total is None else total / len(self.losses)
-        stages = range(len(self.stages))
-        return loss, [self.gradients.get(stage) for stage in stages]

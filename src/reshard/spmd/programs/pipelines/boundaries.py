@@ -1,4 +1,4 @@
-"""Steps of pipelines over processes: each process runs the tasks of its stages.
+"""Boundaries of stages over processes: each process runs the tasks of its stages.
 
     stage 0   F0  F1  F2  ..  B0          a pass starts to send its output, and the rank goes on
                 \\   \\   \\    /
@@ -21,7 +21,8 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -38,7 +39,6 @@ from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import from_shards
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
-from reshard.spmd.programs.pipelines.stages import PipelineRun, StagePasses
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.runner import Runner
@@ -234,60 +234,42 @@ def _ends(
 _AHEAD = 2
 
 
-def run_over_processes(
-    stages: Sequence[StagePasses],
-    schedule: PipelineSchedule,
-    specs: Sequence[ShardingSpec | None],
-    parameters: Sequence[Any],
-    microbatches: Sequence[tuple[Any, Any]],
-    keeper: Runner,
-) -> tuple[Any, list[Any]]:
-    """Run a step of a pipeline whose stages are in several processes, all of which call this.
+class Boundaries:
+    """The boundaries between the stages of this process and those of others, in a step.
 
     Args:
-        stages: the passes of each.
         schedule: the same on all processes.
-        specs: of each stage.
+        specs: the sharding in which each stage takes its array.
         parameters: of the stages that are here; None for others.
-        microbatches: pairs, of which only the first and the last stage's processes read a part.
+        n_microbatches: of the step.
         keeper: the runner of this process's arrays, over the group of its stage's ranks.
 
-    Returns:
-        The mean loss, None but on the last stage's ranks, and the gradients of the stages here.
+    Attributes:
+        by_stage: each boundary, by the first of its two stages.
 
-    Raises as `Pipeline`, PlanError where the stage before means another step, and RunError on
-    processes that wait for a failed process.
-    """
-    run = _ProcessRun(stages, schedule, specs, parameters, microbatches)
-    run.prepare(keeper)
-    try:
-        return run.result()
-    except BaseException as error:
-        # Ranks of the neighbouring stages wait for it.
-        for among in run.among:
-            among.break_off(error)
-        raise
-
-
-class _ProcessRun(PipelineRun):
-    """One process's part of a step.
-
-    `boundaries` are those between an own stage and a neighbour on other ranks, by the first of
-    both, and `among` the ranks of each.
+    Raises SpecError for a first stage without a sharding.
     """
 
-    def prepare(self, keeper: Runner) -> None:
-        """Find the local stages, and the boundaries to their neighbours."""
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        specs: Sequence[ShardingSpec | None],
+        parameters: Sequence[Any],
+        n_microbatches: int,
+        keeper: Runner,
+    ) -> None:
         rank = dist.get_rank()
-        taken = [one for one in self.specs if one is not None]
-        if len(taken) < len(self.stages):
+        taken = [one for one in specs if one is not None]
+        if len(taken) < len(specs):
             raise SpecError(
                 "a pipeline over processes whose first stage has no sharding; give one, whose mesh "
                 "is where the stage is"
             )
         meshes = [one.mesh for one in taken]
-        self.here = [rank in mesh.devices for mesh in meshes]
-        self.device = _device_of(self.parameters)
+        self._here = [rank in mesh.devices for mesh in meshes]
+        device = _device_of(parameters)
+        # On devices messages have the same order on both sides, so none is requested ahead.
+        self._ahead = _AHEAD * schedule.n_ranks if device.type == "cpu" else 0
         groups = {}
         for stage, (one, other) in enumerate(pairwise(meshes)):
             ranks = tuple(sorted({*one.devices, *other.devices}))
@@ -295,89 +277,69 @@ class _ProcessRun(PipelineRun):
             if group is not None and rank in ranks:
                 groups[stage] = group
         # Known before anything can fail: what is broken is met anew.
-        self.among = [rank_group(group) for group in groups.values()]
-        digest = self._digest(taken)
-        self.boundaries = {
+        self._groups = [rank_group(group) for group in groups.values()]
+        # What must be equal on the ranks of neighbouring stages.
+        tasks = [[str(task) for task in line] for line in schedule.tasks]
+        meant = tasks, [(one.mesh.text, one.mesh.devices, str(one)) for one in taken]
+        digest = hashlib.blake2b(repr(meant).encode(), digest_size=16).hexdigest()
+        self.by_stage = {
             stage: StageBoundary(
                 stage,
                 among,
                 meshes[stage],
                 taken[stage + 1],
-                len(self.microbatches),
+                n_microbatches,
                 digest,
                 keeper,
-                self.device,
+                device,
             )
-            for stage, among in zip(groups, self.among, strict=True)
+            for stage, among in zip(groups, self._groups, strict=True)
         }
 
-    def _digest(self, specs: Sequence[ShardingSpec]) -> str:
-        """Return a digest of what must be equal on the ranks of neighbouring stages."""
-        tasks = [[str(task) for task in line] for line in self.schedule.tasks]
-        meant = tasks, [(one.mesh.text, one.mesh.devices, str(one)) for one in specs]
-        return hashlib.blake2b(repr(meant).encode(), digest_size=16).hexdigest()
+    @contextmanager
+    def step(self, order: Sequence[PipelineTask]) -> Iterator[Iterator[PipelineTask]]:
+        """Return the tasks of this process in an order of all, with messages requested ahead.
 
-    def result(self) -> tuple[Any, list[Any]]:
-        """Run all tasks as `PipelineRun.result`, with messages requested ahead."""
-        order = self.schedule.run_order
-        # On devices messages have the same order on both sides.
-        ahead = _AHEAD * self.schedule.n_ranks if self.device.type == "cpu" else 0
+        An error inside is raised on the ranks of the neighbouring stages as well, which wait for
+        this process.
+        """
+        try:
+            yield self._own_tasks(order)
+            for boundary in self.by_stage.values():
+                boundary.let_go(waits=True)
+        except BaseException as error:
+            for group in self._groups:
+                group.break_off(error)
+            raise
+
+    def _own_tasks(self, order: Sequence[PipelineTask]) -> Iterator[PipelineTask]:
         asked = 0
         for place, task in enumerate(order):
-            while asked < min(len(order), place + ahead + 1):
+            while asked < min(len(order), place + self._ahead + 1):
                 if not self._ask(order[asked], asked > place):
                     break
                 asked += 1
-            if self.here[task.stage]:
-                self.do(task)
-                for boundary in self.boundaries.values():
+            if self._here[task.stage]:
+                yield task
+                for boundary in self.by_stage.values():
                     boundary.let_go()
-        for boundary in self.boundaries.values():
-            boundary.let_go(waits=True)
-        return self.found()
 
     def _ask(self, task: PipelineTask, is_ahead: bool) -> bool:
         """Request the result of a task, if another rank computes it for a local stage.
 
         Returns False if it cannot be requested ahead, because its type is not known yet.
         """
-        if self.here[task.stage] or task.work is Work.BACKWARD_WEIGHTS:
+        if self._here[task.stage] or task.work is Work.BACKWARD_WEIGHTS:
             return True
         is_back = task.work is not Work.FORWARD
-        boundary = self.boundaries.get(task.stage - is_back)
+        boundary = self.by_stage.get(task.stage - is_back)
         taker = task.stage - 1 if is_back else task.stage + 1
-        if boundary is None or not self.here[taker]:
+        if boundary is None or not self._here[taker]:
             return True
         if is_ahead and not boundary.knows_kind:
             return False
         boundary.begin((task.microbatch, is_back))
         return True
-
-    def bring_forward(self, stage: int, microbatch: int, made: Any) -> None:
-        """Start to move the output of a stage to the mesh of the next."""
-        if stage in self.boundaries:
-            self.boundaries[stage].begin((microbatch, False), made)
-        else:
-            super().bring_forward(stage, microbatch, made)
-
-    def take_input(self, stage: int, microbatch: int) -> Any:
-        """Wait for the output of the previous stage and return it."""
-        if stage - 1 in self.boundaries:
-            return self.boundaries[stage - 1].take((microbatch, False))
-        return super().take_input(stage, microbatch)
-
-    def bring_back(self, stage: int, microbatch: int, slope: Any) -> None:
-        """Begin to bring the cotangent of a stage's input to where that was made."""
-        if stage - 1 in self.boundaries:
-            self.boundaries[stage - 1].begin((microbatch, True), slope)
-        else:
-            super().bring_back(stage, microbatch, slope)
-
-    def take_cotangent(self, stage: int, microbatch: int) -> Any:
-        """Return the cotangent of what a stage made, once it is there."""
-        if stage in self.boundaries:
-            return self.boundaries[stage].take((microbatch, True))
-        return super().take_cotangent(stage, microbatch)
 
 
 def _device_of(parameters: Sequence[Any]) -> torch.device:
