@@ -14,8 +14,9 @@ Operands that are free by then are recomputed, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from reshard.spmd.graph import Graph, Operation
 from reshard.spmd.tracing.estimates import held_bytes
 from reshard.spmd.tracing.trace import Trace, trace_graph
 
@@ -25,15 +26,6 @@ _MAX_TRIED = 8
 """Values that are tried for each choice, by size times lifetime."""
 _PRODUCT, _MOVED = 16, 8
 """The costs of a byte of a product, and of a byte that moves, relative to other operators."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PlacedUse:
-    """An operation of the trace at a place, with the numbers of values that it reads and makes."""
-
-    operation: int
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
 
 
 def recompute(traced: Trace, limit: int) -> Trace | None:
@@ -48,9 +40,9 @@ def recompute(traced: Trace, limit: int) -> Trace | None:
     """
     # Twice, since moved operands may live otherwise than was foreseen.
     for goal in (limit, limit - limit // 16):
-        uses = _RecomputationSearch(traced, goal).run()
-        if uses is not None:
-            found = _rebuild(traced, uses)
+        graph = _RecomputationSearch(traced, goal).run()
+        if graph is not None:
+            found = trace_graph(graph, traced.strategy, traced.topology, traced.library)
             if max(found.peak_bytes.values()) <= limit:
                 return found
     return None
@@ -61,13 +53,14 @@ class _RecomputationSearch:
 
     def __init__(self, traced: Trace, limit: int) -> None:
         self._limit = limit
-        graph = traced.graph
+        self._graph = graph = traced.graph
         rank = max(traced.peak_bytes, key=lambda one: traced.peak_bytes[one])
         place = traced.ranks.index(rank)
         # These stay, whoever reads them.
         self._kept = {*graph.inputs, *graph.outputs}
-        # The original of each recomputed value.
+        # The original of each recomputed value, and the place where each original is computed.
         self._first: dict[int, int] = {}
+        self._makers = {n: at for at, one in enumerate(graph.operations) for n in one.results}
         self._next = len(graph.values)
         self._base = held_bytes(traced.inputs, traced.ranks)[place]
         self._meanwhile: list[int] = []
@@ -82,18 +75,17 @@ class _RecomputationSearch:
             cost = weight * (kinds + sum(sizes)) + _MOVED * one.moved_bytes
             # A loop may take any time.
             self._costs.append(None if one.operation.body is not None else cost)
-        self._uses = [_PlacedUse(n, o.operands, o.results) for n, o in enumerate(graph.operations)]
 
-    def run(self) -> list[_PlacedUse] | None:
-        """Return operations that satisfy the limit, in their order, or None."""
-        uses = self._uses
+    def run(self) -> Graph | None:
+        """Return a graph that satisfies the limit, or None."""
+        uses: Sequence[Operation] = self._graph.operations
         live = self._count(uses)
         if not live:
             return None
         while max(live) > self._limit:
             above = self._above(live)
             peak = max(range(len(live)), key=live.__getitem__)
-            best: tuple[float, list[_PlacedUse], list[int]] | None = None
+            best: tuple[float, Sequence[Operation], list[int]] | None = None
             for value, reader in self._candidates(uses, peak):
                 tried = self._again(uses, value, peak, reader)
                 if tried is None:
@@ -106,12 +98,17 @@ class _RecomputationSearch:
             if best is None:
                 return None
             _, uses, live = best
-        return uses
+        return self._rebuild(uses)
+
+    def _place(self, one: Operation) -> int:
+        """Return the place of the operation that this is, or that this repeats."""
+        made = one.results[0]
+        return self._makers[self._first.get(made, made)]
 
     def _above(self, live: Sequence[int]) -> int:
         return sum(max(0, one - self._limit) for one in live)
 
-    def _count(self, uses: Sequence[_PlacedUse]) -> list[int]:
+    def _count(self, uses: Sequence[Operation]) -> list[int]:
         """Return the memory at each place."""
         last: dict[int, int] = {}
         for place, one in enumerate(uses):
@@ -120,14 +117,14 @@ class _RecomputationSearch:
         held = self._base
         found = []
         for place, one in enumerate(uses):
-            found.append(held + self._meanwhile[one.operation])
+            found.append(held + self._meanwhile[self._place(one)])
             held += sum(self._sizes[value] for value in one.results)
             for value in {*one.results, *one.operands}:
                 if last[value] == place and value not in self._kept:
                     held -= self._sizes[value]
         return found
 
-    def _candidates(self, uses: Sequence[_PlacedUse], peak: int) -> list[tuple[int, int]]:
+    def _candidates(self, uses: Sequence[Operation], peak: int) -> list[tuple[int, int]]:
         """Return values that are live but not read at the peak, and their next readers."""
         before: dict[int, int] = {}
         behind: dict[int, int] = {}
@@ -146,8 +143,8 @@ class _RecomputationSearch:
         return found[:_MAX_TRIED]
 
     def _again(
-        self, uses: Sequence[_PlacedUse], value: int, peak: int, reader: int
-    ) -> tuple[list[_PlacedUse], float] | None:
+        self, uses: Sequence[Operation], value: int, peak: int, reader: int
+    ) -> tuple[list[Operation], float] | None:
         """Return the operations with a value made again before a reader, and what that costs."""
         maker = {made: one for one in uses[:reader] for made in one.results}
         last: dict[int, int] = {}
@@ -161,18 +158,18 @@ class _RecomputationSearch:
             if made != value and last.get(made, -1) > peak
         }
         new: dict[int, int] = {number: number for number in self._kept}
-        chain: dict[_PlacedUse, None] = {}
+        chain: dict[tuple[int, ...], Operation] = {}
         cost = 0.0
         wanted = [value]
         while wanted:
             number = wanted.pop()
             one = maker[number]
-            if one in chain:
+            if one.results in chain:
                 continue
-            own = self._costs[one.operation]
+            own = self._costs[self._place(one)]
             if own is None or len(chain) >= _MAX_CHAIN:
                 return None
-            chain[one] = None
+            chain[one.results] = one
             cost += own
             for operand in one.operands:
                 found = there.get(self._first.get(operand, operand))
@@ -181,46 +178,47 @@ class _RecomputationSearch:
                 elif operand not in self._kept:
                     wanted.append(operand)
         # In the order in which they were first computed; their results get new numbers.
-        position = {one: place for place, one in enumerate(uses)}
+        position = {one.results: place for place, one in enumerate(uses)}
         made = []
-        for one in sorted(chain, key=position.__getitem__):
+        for one in sorted(chain.values(), key=lambda one: position[one.results]):
             for result in one.results:
                 new[result], self._next = self._next, self._next + 1
                 self._sizes[new[result]] = self._sizes[result]
                 self._first[new[result]] = self._first.get(result, result)
             made.append(
-                _PlacedUse(
-                    one.operation,
-                    tuple(new[n] for n in one.operands),
-                    tuple(new[n] for n in one.results),
+                replace(
+                    one,
+                    operands=tuple(new[n] for n in one.operands),
+                    results=tuple(new[n] for n in one.results),
                 )
             )
         behind = [
             replace(one, operands=tuple(new[n] if n == value else n for n in one.operands))
+            if value in one.operands
+            else one
             for one in uses[reader:]
         ]
         return [*uses[:reader], *made, *behind], max(cost, 1.0)
 
-
-def _rebuild(traced: Trace, uses: Sequence[_PlacedUse]) -> Trace:
-    """Trace the graph of operations that may occur several times."""
-    graph = traced.graph
-    # Results of repeated operations are new values, numbered after all others.
-    numbers = {value.index: value.index for value in graph.values}
-    values = list(graph.values)
-    operations = []
-    for one in uses:
-        own = graph.operations[one.operation]
-        for result, old in zip(one.results, own.results, strict=True):
-            if result not in numbers:
-                numbers[result] = len(values)
-                values.append(replace(graph.values[old], index=len(values)))
-        operations.append(
+    def _rebuild(self, uses: Sequence[Operation]) -> Graph:
+        """Return the graph of operations that may occur several times."""
+        # Values of choices that were tried and dropped have numbers, too: those that are left are
+        # numbered anew, after all originals.
+        values = list(self._graph.values)
+        numbers = {value.index: value.index for value in values}
+        for one in uses:
+            for result in one.results:
+                if result not in numbers:
+                    numbers[result] = len(values)
+                    original = self._graph.values[self._first[result]]
+                    values.append(replace(original, index=len(values)))
+        operations = [
             replace(
-                own,
+                one,
                 operands=tuple(numbers[n] for n in one.operands),
                 results=tuple(numbers[n] for n in one.results),
             )
-        )
-    again = replace(graph, values=tuple(values), operations=tuple(operations), is_checked=True)
-    return trace_graph(again, traced.strategy, traced.topology, traced.library)
+            for one in uses
+        ]
+        graph = self._graph
+        return replace(graph, values=tuple(values), operations=tuple(operations), is_checked=True)
