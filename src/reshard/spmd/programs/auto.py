@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -40,8 +40,7 @@ from reshard.spmd.programs.input_search import (
     candidate_layouts,
     optimal_inputs,
 )
-from reshard.spmd.programs.jit import JittedFunction, check_limit, read_places
-from reshard.spmd.programs.overlap import check_overlap
+from reshard.spmd.programs.jit import JitOptions, JittedFunction
 from reshard.spmd.programs.simplification import simplify
 from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import Choices
@@ -50,7 +49,7 @@ from reshard.spmd.shards.error_translation import check_function
 from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.tracing.graph_recording import type_of
-from reshard.spmd.tracing.trace import Trace, check_trace_options, record_for
+from reshard.spmd.tracing.trace import Trace, record_for
 from reshard.topology import Topology
 
 # Operations of a graph for which shardings are proven optimal: a proof may take exponential time.
@@ -153,26 +152,22 @@ def auto(
     """
     check_function("auto", function, "sp.auto(f, mesh, x)")
     check_type(mesh, DeviceMesh, "mesh", "give DeviceMesh.of(dp=2, tp=4)")
-    check_trace_options("cost", topology, library)
-    check_limit(live_bytes)
-    check_overlap(overlap)
-    places = read_places(donate)
+    options = JitOptions(
+        strategy="cost",
+        topology=topology,
+        library=library,
+        live_bytes=live_bytes,
+        overlap=overlap,
+        donate=donate,
+    )
     machine = Machine(topology, library)
-    timed = _find_timed(machine, mesh)
-
-    def make_program(limit: int | None, known: Shardings | None) -> JittedFunction:
-        return JittedFunction(function, "cost", timed, library, limit, overlap, places, known=known)
-
-    return _Choosing(function, mesh, arguments, live_bytes, machine, make_program).answer()
-
-
-def _find_timed(machine: Machine, mesh: DeviceMesh) -> Topology:
-    """Return the topology of a machine, with the speed of its devices."""
-    one = machine.topology_for(mesh)
-    if one.device is not None:
-        return one
-    links = one.within_host, one.between_hosts, one.between_racks
-    return Topology(one.rank_host, one.host_rack, *links, one.overhead, machine.device)
+    # Programs are compared by their times, for which devices have to be known.
+    timed = machine.topology_for(mesh)
+    if timed.device is None:
+        links = timed.within_host, timed.between_hosts, timed.between_racks
+        timed = Topology(timed.rank_host, timed.host_rack, *links, timed.overhead, machine.device)
+    options = replace(options, topology=timed)
+    return _Choosing(function, mesh, arguments, options, machine).answer()
 
 
 class _Program(NamedTuple):
@@ -207,15 +202,15 @@ class _Choosing:
         function: Callable[..., Any],
         mesh: DeviceMesh,
         arguments: Sequence[Any],
-        limit: int | None,
+        options: JitOptions,
         machine: Machine,
-        make_program: Callable[[int | None, Shardings | None], JittedFunction],
     ) -> None:
         self._name = f"sp.auto of {function!r} over {mesh}"
         self._mesh = mesh
         self._arguments = list(arguments)
-        self._limit = limit
-        self._make_program = make_program
+        self._function = function
+        self._options = options
+        self._limit = options.live_bytes
         self._known: dict[object, _Program] = {}
         kinds = [type_of(leaf) for _, leaf in leaves(self._arguments)]
         arrays = [kind for kind in kinds if kind is not None]
@@ -262,6 +257,10 @@ class _Choosing:
                 known[operation.results[0]] = operation.target
         annotations = {number: spec for number, spec in known.items() if spec is not None}
         return InputSearch(graph, annotations, free, ties, self._mesh, machine)
+
+    def _make_program(self, limit: int | None, shardings: Shardings | None) -> JittedFunction:
+        options = replace(self._options, live_bytes=limit, shardings=shardings)
+        return JittedFunction(self._function, options)
 
     def _judge(
         self, specs: tuple[ShardingSpec, ...], shardings: Shardings | None = None

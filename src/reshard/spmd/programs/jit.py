@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any
 
@@ -30,7 +30,7 @@ from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import Graph, Shardings
-from reshard.spmd.programs.overlap import check_overlap, overlapped
+from reshard.spmd.programs.overlap import overlapped
 from reshard.spmd.programs.program import Program
 from reshard.spmd.programs.recomputation import recompute
 from reshard.spmd.programs.simplification import simplify
@@ -48,16 +48,6 @@ from reshard.spmd.tracing.trace import (
     trace_graph,
 )
 from reshard.topology import Topology
-
-
-def check_limit(live_bytes: Any) -> None:
-    """Raise UsageError for an invalid limit."""
-    is_count = isinstance(live_bytes, int) and not isinstance(live_bytes, bool)
-    if live_bytes is not None and not (is_count and live_bytes > 0):
-        raise UsageError(
-            f"live_bytes={live_bytes!r}; give the most bytes that each rank may hold, a whole "
-            "number above 0, such as live_bytes=8 << 30, or None for no limit"
-        )
 
 
 def trace_within(
@@ -123,6 +113,59 @@ def _describe(name: str, asked: Trace, others: list[Trace], limit: int) -> str:
 
 
 Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JitOptions:
+    """Options of `jit`, where they are described; checked when made.
+
+    Args:
+        shardings: those of all values by the strategy "cost", if they are known.
+    """
+
+    strategy: str = "eager"
+    topology: Topology | None = None
+    library: str = "nccl"
+    live_bytes: int | None = None
+    overlap: int = 0
+    donate: int | Sequence[int] = ()
+    compile: bool | str = False
+    shardings: Shardings | None = None
+
+    def __post_init__(self) -> None:
+        check_trace_options(self.strategy, self.topology, self.library)
+        if self.live_bytes is not None and not (_is_int(self.live_bytes) and self.live_bytes > 0):
+            raise UsageError(
+                f"live_bytes={self.live_bytes!r}; give the most bytes that each rank may hold, a "
+                "whole number above 0, such as live_bytes=8 << 30, or None for no limit"
+            )
+        if not _is_int(self.overlap) or self.overlap < 0:
+            raise UsageError(
+                f"overlap={self.overlap!r}; give how many movements may be under way beside what "
+                "is computed, such as overlap=2, or 0 for none"
+            )
+        places = [self.donate] if isinstance(self.donate, int) else self.donate
+        is_list = isinstance(places, list | tuple)
+        if not is_list or any(not _is_int(n) or n < 0 for n in places):
+            raise UsageError(
+                f"donate={self.donate!r}; give the position of an argument, from 0 on, or several: "
+                "(0, 1)"
+            )
+        if not isinstance(self.compile, bool | str):
+            raise UsageError(
+                f"compile={self.compile!r}; give True, or the name of a backend of torch.compile, "
+                "such as 'inductor'"
+            )
+
+    @property
+    def donated(self) -> frozenset[int]:
+        """The positions of donated arguments."""
+        return frozenset([self.donate] if isinstance(self.donate, int) else self.donate)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
 
 MAX_PROGRAMS = 256
 """Programs of a function that are cached; the oldest is discarded first."""
@@ -190,56 +233,26 @@ def jit(
     [0.6, 0.8]
     """
     check_function("jit", function, "sp.jit(f), or @sp.jit above its definition")
-    check_trace_options(strategy, topology, library)
-    check_limit(live_bytes)
-    check_overlap(overlap)
-    places = read_places(donate)
-    if not isinstance(compile, bool | str):
-        raise UsageError(
-            f"compile={compile!r}; give True, or the name of a backend of torch.compile, such as "
-            "'inductor'"
-        )
-    return JittedFunction(
-        function, strategy, topology, library, live_bytes, overlap, places, compile
+    options = JitOptions(
+        strategy=strategy,
+        topology=topology,
+        library=library,
+        live_bytes=live_bytes,
+        overlap=overlap,
+        donate=donate,
+        compile=compile,
     )
-
-
-def read_places(donate: Any) -> frozenset[int]:
-    """Return the positions of donated arguments. Raises UsageError for invalid positions."""
-    places = [donate] if isinstance(donate, int) else donate
-    is_list = isinstance(places, list | tuple)
-    if not is_list or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in places):
-        raise UsageError(
-            f"donate={donate!r}; give the position of an argument, from 0 on, or several: (0, 1)"
-        )
-    return frozenset(places)
+    return JittedFunction(function, options)
 
 
 class JittedFunction:
     """A function that runs as a program, created by `jit`."""
 
-    def __init__(
-        self,
-        function: Function,
-        strategy: str,
-        topology: Topology | None,
-        library: str,
-        live_bytes: int | None,
-        overlap: int,
-        donate: frozenset[int] = frozenset(),
-        backend: bool | str = False,
-        known: Shardings | None = None,
-    ) -> None:
+    def __init__(self, function: Function, options: JitOptions) -> None:
         functools.update_wrapper(self, function)
         self._function = function
-        self._strategy = strategy
-        self._topology = topology
-        self._library = library
-        self._live_bytes = live_bytes
-        self._overlap = overlap
-        self._donate = donate
-        self._backend = backend
-        self._known = known
+        self._options = options
+        self._donate = options.donated
         self._programs: dict[Any, Program] = {}
         self._traced_count = 0
         self._lock = RLock()
@@ -314,27 +327,28 @@ class JittedFunction:
     ) -> Trace:
         """Trace as `trace` does; in a single process nothing overlaps."""
 
+        own = self._options
+
         def trace_by(strategy: str) -> Trace:
             graph = self._place(self._record(strategy, arguments, options), strategy)
-            return trace_graph(graph, strategy, self._topology, self._library)
+            return trace_graph(graph, strategy, own.topology, own.library)
 
         places = self._find_donated(arguments)
 
         def finish(traced: Trace) -> Trace:
             graph = traced.graph
             donated = [graph.arguments[place] for place in places]
-            if self._overlap and moves_beside:
-                limit = self._live_bytes
-                return overlapped(traced, self._overlap, donated, limit)
+            if own.overlap and moves_beside:
+                return overlapped(traced, own.overlap, donated, own.live_bytes)
             if not donated or any(one.may_stop for one in traced.operations):
                 return traced
             ranks, operations = traced.ranks, traced.operations
             counted = count_memory(graph, traced.inputs, operations, ranks, donated)
             return replace(traced, operations=counted)
 
-        if self._live_bytes is None:
-            return finish(trace_by(self._strategy))
-        return trace_within(trace_by, finish, repr(self), self._strategy, self._live_bytes)
+        if own.live_bytes is None:
+            return finish(trace_by(own.strategy))
+        return trace_within(trace_by, finish, repr(self), own.strategy, own.live_bytes)
 
     @property
     def traced_count(self) -> int:
@@ -355,19 +369,21 @@ class JittedFunction:
 
     def _place(self, graph: Graph, strategy: str) -> Graph:
         """Assign the shardings of a strategy, or those of "cost" that are known."""
-        if self._known is not None and strategy == "cost":
-            return graph.with_shardings(*self._known)
-        return assign_shardings(graph, strategy, self._topology, self._library)
+        own = self._options
+        if own.shardings is not None and strategy == "cost":
+            return graph.with_shardings(*own.shardings)
+        return assign_shardings(graph, strategy, own.topology, own.library)
 
     def _trace(self, key: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Program:
         with self._lock:
             found = self._programs.get(key)
             if found is not None:
                 return found
-            moves_beside = self._overlap > 0 and not key[-1].has_every_shard
-            if self._live_bytes is None and not (moves_beside and self._topology is not None):
-                recorded = self._record(self._strategy, arguments, options)
-                graph = self._place(recorded, self._strategy)
+            own = self._options
+            moves_beside = own.overlap > 0 and not key[-1].has_every_shard
+            if own.live_bytes is None and not (moves_beside and own.topology is not None):
+                recorded = self._record(own.strategy, arguments, options)
+                graph = self._place(recorded, own.strategy)
             else:
                 graph = self._trace_program(arguments, options, moves_beside).graph
             self._traced_count += 1
@@ -381,7 +397,7 @@ class JittedFunction:
                 )
             while len(self._programs) >= MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            found = self._programs[key] = Program(graph, self._overlap, self._backend)
+            found = self._programs[key] = Program(graph, own.overlap, own.compile)
             return found
 
     def __repr__(self) -> str:

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from reshard.errors import UsageError
 from reshard.runs import IntArray
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.programs.decomposition import decompose
@@ -34,15 +32,6 @@ from reshard.spmd.tracing.estimates import (
     held_bytes,
 )
 from reshard.spmd.tracing.trace import Trace
-
-
-def check_overlap(overlap: Any) -> None:
-    """Raise UsageError for an invalid number of reshards."""
-    if not isinstance(overlap, int) or isinstance(overlap, bool) or overlap < 0:
-        raise UsageError(
-            f"overlap={overlap!r}; give how many movements may be under way beside what is "
-            "computed, such as overlap=2, or 0 for none"
-        )
 
 
 def estimate_overlap(
