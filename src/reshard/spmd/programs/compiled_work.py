@@ -67,10 +67,15 @@ def compiled_runs(
         runs: what each action does, and the registers that nobody reads after it.
         compile_whole: compiles a function.
     """
+    is_work = [
+        # Of a mesh without a rank here nothing is computed.
+        action.kind == "run" and bool(step.functions) and step.transport == "here"
+        for action, step in ((action, steps[action.step]) for action in order)
+    ]
     number = 0
     while number < len(order):
         end = number
-        while end < len(order) and _is_work(order[end], steps[order[end].step]):
+        while end < len(order) and is_work[end]:
             end += 1
         if end < number + 2:
             # A call of a compiled function costs more than a call of an operator.
@@ -83,11 +88,6 @@ def compiled_runs(
         work = _CompiledWork(own, made - frees, constants, compile_whole)
         yield work, tuple(frees)
         number = end
-
-
-def _is_work(action: Action, step: ProgramStep) -> bool:
-    # Of a mesh without a rank here nothing is computed.
-    return action.kind == "run" and bool(step.functions) and step.transport == "here"
 
 
 class _CompiledWork:

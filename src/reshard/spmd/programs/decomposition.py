@@ -174,7 +174,9 @@ class _PieceSearch:
             for count in COUNTS:
                 if source.shape[dim] % (parts * count):
                     break
-                piece = _with_size(source, dim, source.shape[dim] // count)
+                shape = list(source.shape)
+                shape[dim] //= count
+                piece = ArrayType(tuple(shape), source.dtype, source.spec)
                 moving_s = InsertedReshard(0, piece, target.spec, topology, library).seconds_s
                 each_s = computing_s / count
                 total_s = moving_s + each_s + (count - 1) * max(moving_s, each_s) + copying_s
@@ -242,11 +244,6 @@ class _PieceSearch:
         kind = self._kinds[number]
         cut = math.prod(self._parts(number, dim) or 1 for dim in range(kind.ndim))
         return math.prod(kind.shape) * kind.dtype.itemsize_bytes / cut
-
-
-def _with_size(kind: ArrayType, dim: int, size: int) -> ArrayType:
-    shape = (*kind.shape[:dim], size, *kind.shape[dim + 1 :])
-    return ArrayType(shape, kind.dtype, kind.spec)
 
 
 def _is_free(rule: OpShardingRule, factor: int) -> bool:

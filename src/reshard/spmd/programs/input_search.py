@@ -375,13 +375,19 @@ def candidate_layouts(search: InputSearch) -> list[InputLayout]:
     batch = _find_batch(search)
     weights = _list_weights(search, batch)
     cut = [number for kind in (*batch, *weights) for number in search.kinds[kind]]
+    # The dimensions of the largest weights.
+    ndim = len(search.graph.values[search.kinds[weights[0]][0]].shape) if weights else 1
     found: dict[tuple[ShardingSpec, ...], InputLayout] = {}
     for data in _list_data_axes(search):
         begun: list[Seed] = []
         for axis in data:
-            begun += _cut_batch(search, begun, batch, axis)
+            # The fastest sharding of the batch along the axis, in addition to the others.
+            own = [seed for seed in search.list_seeds(axis) if seed.kind in batch]
+            judged = {seed: search.total.value(search.begin([*begun, seed])) for seed in own}
+            if judged:
+                begun.append(min(judged, key=judged.__getitem__))
         tensor = [axis for axis in search.mesh.axis_names if axis not in data]
-        for dim in _list_dims(search, weights) if tensor else [0]:
+        for dim in range(ndim) if tensor else [0]:
             seeds = begun
             for axis in tensor:
                 seeds = _cut_weights(search, seeds, weights, axis, dim)
@@ -416,13 +422,6 @@ def _list_weights(search: InputSearch, batch: Collection[int]) -> list[int]:
     return [kind for place, kind in enumerate(kinds) if sum(sizes[place:]) > few_bytes]
 
 
-def _list_dims(search: InputSearch, weights: Sequence[int]) -> Sequence[int]:
-    """Return the dimensions of the largest weights."""
-    if not weights:
-        return [0]
-    return range(len(search.graph.values[search.kinds[weights[0]][0]].shape))
-
-
 def _find_batch(search: InputSearch) -> list[int]:
     """Return the kinds of inputs that are the batch."""
     axis = max(search.mesh.axis_names, key=search.mesh.axis_size)
@@ -440,14 +439,6 @@ def _is_cut(search: InputSearch, chosen: Choices, kind: int, axis: str) -> bool:
     number, place = search.kinds[kind][0], search.mesh.axis_names.index(axis)
     sharding = search.problem.values[number][chosen[number]]
     return any(part[0] == place for dim in sharding.dims for part in dim)
-
-
-def _cut_batch(
-    search: InputSearch, seeds: Sequence[Seed], batch: Collection[int], axis: str
-) -> list[Seed]:
-    """Return the fastest sharding of the batch along an axis in addition to others, if any."""
-    own = [seed for seed in search.list_seeds(axis) if seed.kind in batch]
-    return sorted(own, key=lambda seed: search.total.value(search.begin([*seeds, seed])))[:1]
 
 
 def _cut_weights(

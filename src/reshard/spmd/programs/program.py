@@ -496,7 +496,12 @@ class Program:
 
     def _prepare(self, arrays: dict[int, Any], runner: Runner) -> Any:
         """Return the results of the first run, after which there is a program."""
-        compiled = self._find_compiling(runner)
+        compiled: ChangeRuns | None = None
+        if self._backend is not False:
+            # With PyTorch, which programs of NumPy do without.
+            from reshard.spmd.programs.compiled_work import compiled_runs, compiler
+
+            compiled = partial(compiled_runs, compile_whole=compiler(self._backend, runner))
         inserted = ReshardInsertion(self._graph)
         values = self._compute(arrays, runner, inserted.observe)
         self._types = tuple(values[number].type for number in self._outputs)
@@ -506,12 +511,3 @@ class Program:
             inserted, outputs, runner, self._overlap, compiled
         )
         return filled(self._graph.returned, values)
-
-    def _find_compiling(self, runner: Runner) -> ChangeRuns | None:
-        """Return the function that compiles steps, if there is a backend."""
-        if self._backend is False:
-            return None
-        # With PyTorch, which programs of NumPy do without.
-        from reshard.spmd.programs.compiled_work import compiled_runs, compiler
-
-        return partial(compiled_runs, compile_whole=compiler(self._backend, runner))

@@ -93,17 +93,12 @@ class Action:
     frees: tuple[int, ...] = ()
 
 
-def blocking_order(steps: Sequence[ProgramStep], kept: Iterable[int]) -> tuple[Action, ...]:
-    """Return all steps in sequence. Registers in `kept` are never freed."""
-    return _with_frees([Action("run", number) for number in range(len(steps))], steps, kept)
-
-
 def overlapped_order(
     steps: Sequence[ProgramStep], kept: Iterable[int], ahead: int
 ) -> tuple[Action, ...]:
     """Return the order of all steps, with at most `ahead` reshards of each kind in flight.
 
-    With 0, it is the blocking order.
+    With 0, it is the blocking order. Registers in `kept` are never freed.
 
     >>> def step(reads, makes, transport="here"):
     ...     return ProgramStep(lambda values: None, reads, makes, transport)
@@ -113,7 +108,7 @@ def overlapped_order(
     [('run', 0, (0,)), ('begin', 1, ()), ('run', 2, ()), ('wait', 1, (1,)), ('run', 3, (2, 3))]
     """
     if not ahead:
-        return blocking_order(steps, kept)
+        return _with_frees([Action("run", number) for number in range(len(steps))], steps, kept)
     maker = {made: number for number, one in enumerate(steps) for made in one.makes}
     begins = _find_begins(steps, maker, ahead)
     actions: list[Action] = []
@@ -138,16 +133,13 @@ def overlapped_order(
         one = steps[place]
         if one.transport == "messages":
             continue
-        for number in list(pending) if one.transport == "together" else map(_get(maker), one.reads):
+        made_by = [maker.get(register, -1) for register in one.reads]
+        for number in list(pending) if one.transport == "together" else made_by:
             wait(number)
         actions.append(Action("run", place))
     for number in list(pending):
         wait(number)
     return _with_frees(_join(actions), steps, kept)
-
-
-def _get(maker: dict[int, int]) -> Callable[[int], int]:
-    return lambda register: maker.get(register, -1)
 
 
 def _find_begins(

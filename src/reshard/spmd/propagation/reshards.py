@@ -432,7 +432,11 @@ class _Placing:
             less = self._find_reduced(value, at, self.state[value], kept)
             if less.dims != cut[position].dims:
                 self.move(value, at, less, cut[position])
-        # 4. Results: the same, from what the operation makes to what the value is to be.
+        # 4. Results: the same, from what the operation makes to what the value is to be. They
+        # combine like the contributions that it passes on, or as its rule says.
+        carried = [self.state[value] for value in operation.operands] if kept else []
+        reductions = [one.reduction for one in carried if one.partial and one.reduction]
+        reduction = reductions[0] if reductions else rule.reduction_operator
         made = []
         for position, value in enumerate(operation.results):
             target = self.state[value]
@@ -440,7 +444,7 @@ class _Placing:
             contributed = ordered((*kept, *(part for f in reduced for part in chosen[f])))
             found = cut[count + position]._replace(
                 partial=contributed,
-                reduction=self._find_combining(operation, kept) if contributed else None,
+                reduction=reduction if contributed else None,
             )
             made.append(self.spec(found))
             at = (number, "result", position)
@@ -502,12 +506,6 @@ class _Placing:
         if not are_alike(source, target):
             combined = difference(source.partial, _find_staying(source, target))
             self.move(value, place, source, target, combined)
-
-    def _find_combining(self, operation: Operation, kept: Parts) -> str:
-        """Return the reduction of the contributions that an operation makes, or carries."""
-        carried = [self.state[value] for value in operation.operands] if kept else []
-        found = [one.reduction for one in carried if one.partial and one.reduction]
-        return found[0] if found else operation.rule.reduction_operator
 
     def _keep_partial(self, operation: Operation, wanted: Parts) -> Parts:
         """Return the partial axes that operands keep, because the operator passes them on.

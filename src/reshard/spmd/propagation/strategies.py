@@ -25,7 +25,6 @@ from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
 from reshard.spmd.propagation.partial_sums import keep_partial
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
-from reshard.spmd.propagation.reshards import explicit_reshards
 from reshard.spmd.shards.runner import replicated
 from reshard.topology import Topology
 
@@ -223,7 +222,7 @@ def shardings_from(found: PropagatedGraph, mesh: DeviceMesh) -> Shardings:
         for value, spec in zip(found.graph.values, found.values, strict=True)
     )
     if found.runs is None:
-        return values, explicit_reshards(found).operands
-    # A strategy that chose how operations run needs no search for it.
+        # Without any sharding nothing was propagated, and operations decide.
+        return values, ((),) * len(found.graph.operations)
     close = AxisTable.of(mesh).closed
     return values, tuple([tuple(map(close, reads)) for reads, _ in found.runs])

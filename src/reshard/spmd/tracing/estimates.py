@@ -29,7 +29,6 @@ import numpy as np
 from reshard.collectives.program import Program
 from reshard.collectives.steps import Permute
 from reshard.cost.estimate import Estimate
-from reshard.dtypes import DType
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray
@@ -202,32 +201,21 @@ def _estimate_seconds(one: TracedOperation, ranks: Ranks, device: Device) -> tup
     widths = [0 if kind is None else kind.dtype.itemsize_bytes for kind in kinds]
     given = tuple(kind.dtype for kind in read if kind is not None and kind.ndim)
     dtypes = given or tuple(kind.dtype for kind in one.computed)
+    name, rule, count = one.operation.operator, one.operation.rule, len(one.operands)
     # Most ranks have shards of the same shapes: each set of shapes is estimated once.
     found: dict[tuple[Shape, ...], float] = {}
     for here in zip(*shapes, strict=True):
         if here not in found:
             sizes_bytes = [math.prod(s) * width for s, width in zip(here, widths, strict=True)]
-            found[here] = _estimate_shapes(one, here, sizes_bytes, dtypes, device)
+            moved = moved_bytes(name, sizes_bytes[:count], sizes_bytes[count:])
+            sizes = local_sizes(rule, here)
+            operations = operations_of(name, rule, sizes, one.operation.attributes)
+            found[here] = least_s(device, operations, moved, dtypes)
     mesh = None if one.results[0].spec is None else one.results[0].spec.mesh
     return tuple(
         found[here] if mesh is None or rank in mesh.devices else 0.0
         for rank, here in zip(ranks, zip(*shapes, strict=True), strict=True)
     )
-
-
-def _estimate_shapes(
-    one: TracedOperation,
-    shapes: tuple[Shape, ...],
-    sizes_bytes: Sequence[int],
-    dtypes: tuple[DType, ...],
-    device: Device,
-) -> float:
-    """Return the seconds of a rank whose operands and results have these shapes."""
-    name, rule = one.operation.operator, one.operation.rule
-    count = len(one.operands)
-    moved = moved_bytes(name, sizes_bytes[:count], sizes_bytes[count:])
-    operations = operations_of(name, rule, local_sizes(rule, shapes), one.operation.attributes)
-    return least_s(device, operations, moved, dtypes)
 
 
 def local_sizes(rule: OpShardingRule, shapes: Sequence[Shape]) -> tuple[int, ...]:
@@ -299,7 +287,10 @@ def count_memory(
     """
     inputs = list(inputs)
     frees = graph.last_uses()
-    for place, number in _find_last_reads(graph, donated):
+    # Donated inputs are freed after the last operation that reads them, unless they are returned.
+    freed = {*donated} - {*graph.outputs}
+    reads = ((n, place) for place, one in enumerate(graph.operations) for n in one.operands)
+    for number, place in dict(read for read in reads if read[0] in freed).items():
         frees[place].append(number)
     memory = _LiveMemory(operations, ranks)
     for number, kind in zip(graph.inputs, inputs, strict=True):
@@ -399,18 +390,6 @@ class _LiveMemory:
 
     def _find_kept(self, moved: InsertedReshard, value: int) -> Kept:
         return self._same.get(value, value), moved.source, moved.target
-
-
-def _find_last_reads(graph: Graph, inputs: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the last operation that reads each of some inputs that are not returned."""
-    wanted = {*inputs} - {*graph.outputs}
-    last = {
-        number: place
-        for place, one in enumerate(graph.operations)
-        for number in one.operands
-        if number in wanted
-    }
-    return [(place, number) for number, place in last.items()]
 
 
 def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ...]:

@@ -52,8 +52,8 @@ def table_rows(trace: TraceRecord) -> list[list[str]]:
 
     The first result of an operation has the columns that describe the operation.
     """
-    numbers = number_texts(trace)
-    blank = [""] * (len(HEADERS) - 4 + len(time_headers(trace)))
+    numbers, headers = number_texts(trace), time_headers(trace)
+    blank = [""] * (len(HEADERS) - 4 + len(headers))
     rows = [
         ["", f"%{number}", name, str(kind), sharding_text(kind), *blank]
         for number, name, kind in zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
@@ -64,7 +64,9 @@ def table_rows(trace: TraceRecord) -> list[list[str]]:
         words = str(place), call_text(one.operation, numbers)
         moves = bytes_text(one.moved_bytes) if one.moved_bytes else "-"
         live = bytes_text(max(one.live_bytes))
-        rest = [inserted_text(one), moves, live, *time_texts(trace, one)]
+        times = {"compute": one.busiest_s, "collectives": one.inserted_s, "time": one.seconds_s}
+        rest = [inserted_text(one), moves, live]
+        rest += [duration_text(times[name]) if times[name] else "-" for name in headers]
         for number, kind in zip(one.operation.results, one.results, strict=True):
             rows.append([words[0], f"%{number}", words[1], str(kind), sharding_text(kind), *rest])
             words, rest = ("", ""), blank
@@ -82,12 +84,6 @@ def time_headers(trace: TraceRecord) -> tuple[str, ...]:
     if trace.topology is None:
         return ()
     return ("compute", "collectives", "time") if trace.counts_compute else ("collectives",)
-
-
-def time_texts(trace: TraceRecord, one: TracedOperation) -> list[str]:
-    """Return the times of an operation, for each of `time_headers`."""
-    times = {"compute": one.busiest_s, "collectives": one.inserted_s, "time": one.seconds_s}
-    return [duration_text(times[name]) if times[name] else "-" for name in time_headers(trace)]
 
 
 def number_texts(trace: TraceRecord) -> dict[int, str]:

@@ -296,16 +296,14 @@ def trace(
     # One runner, so that operations that keep their shardings are compiled once.
     runner = AbstractRunner(library_for(arguments))
     recorded = record_for(strategy, function, arguments, runner=runner)
-    moved_again = _find_moved_again(recorded, arguments) if strategy == "eager" else ()
+    moved_again: list[int] = []
+    if strategy == "eager":
+        # Arrays that view memory of the caller, who may write to it: their reshards are not cached.
+        given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
+        known = [*zip(recorded.arguments, given, strict=True), *recorded.constants.items()]
+        moved_again = [n for n, x in known if isinstance(x, ArrayValue) and moves_each_time(x)]
     graph = assign_shardings(recorded, strategy, topology, library)
     return trace_graph(graph, strategy, topology, library, runner, moved_again)
-
-
-def _find_moved_again(graph: Graph, arguments: Sequence[Any]) -> list[int]:
-    """Return the inputs that view memory of the caller, whose reshards are not cached."""
-    given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
-    known = [*zip(graph.arguments, given, strict=True), *graph.constants.items()]
-    return [n for n, x in known if isinstance(x, ArrayValue) and moves_each_time(x)]
 
 
 def check_trace_options(strategy: str, topology: Topology | None, library: str) -> None:

@@ -288,7 +288,8 @@ def _may_run(rule: OpShardingRule, cuts: Sequence[Parts], cuttable: frozenset[in
             return False
         # A mean of means, and a maximum of nothing, are not the whole's.
         is_exact = factor in rule.reduction and rule.reduction_operator != "sum"
-        if size % shards and (is_exact or _is_compound(rule, factor)):
+        is_compound = any(factor in dim and len(dim) > 1 for one in rule.tensors for dim in one)
+        if size % shards and (is_exact or is_compound):
             return False
     # Within a dimension, a factor may be cut where all before it are cut to single indices.
     for mapping in rule.tensors:
@@ -300,10 +301,6 @@ def _may_run(rule: OpShardingRule, cuts: Sequence[Parts], cuttable: frozenset[in
                     return False
                 is_open = is_open and shards == rule.sizes[factor]
     return True
-
-
-def _is_compound(rule: OpShardingRule, factor: int) -> bool:
-    return any(factor in dim and len(dim) > 1 for mapping in rule.tensors for dim in mapping)
 
 
 @lru_cache(maxsize=4096)
