@@ -17,8 +17,9 @@ Passes take a graph and return a graph. A pass records its decisions in the grap
     insert_reshards     all reshards are operations
     decompose           products are split into pieces that overlap with their reshards
 
-`trace_graph` estimates any of these graphs. `compile_graph` makes a program of a graph with
-reshards: its steps, their order, and the memory that they reuse.
+`trace_graph` estimates any of these graphs; `recompute` and `decompose`, which decide by estimates,
+take such a trace. `compile_graph` makes a program of a graph with reshards: its steps, their order,
+and the memory that they reuse.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class _Program(NamedTuple):
 
 
 class _Choosing:
-    """The choice of shardings for a function."""
+    """The search for shardings of a function's arguments, and the programs that it evaluated."""
 
     def __init__(
         self,
@@ -362,7 +362,7 @@ class _Choosing:
                 low = price
                 if self._has_same_values(found.trace):
                     held |= held_at_peak(found.trace)
-            # The middle of the orders of magnitude.
+            # The geometric mean, because prices differ by orders of magnitude.
             price = math.sqrt(low * high)
         if not self._is_small:
             self._approach_limit()

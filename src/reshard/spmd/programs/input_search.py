@@ -154,7 +154,7 @@ class InputSearch:
         """Descend from choices with the inputs fixed; return the result and its time."""
         charges = []
         for number in self.free:
-            # Other choices of the inputs take for ever.
+            # Other choices of the inputs are excluded by an infinite time.
             seconds_s = np.full(len(self.problem.values[number]), math.inf)
             seconds_s[start[number]] = 0.0
             charges.append(CostTable((number,), seconds_s))

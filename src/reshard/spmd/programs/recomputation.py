@@ -38,7 +38,8 @@ def recompute(traced: Trace, limit: int) -> Trace | None:
     Returns:
         None if no solution is found.
     """
-    # Twice, since moved operands may live otherwise than was foreseen.
+    # The search counts operands that are moved as it finds them in the trace, and the new graph
+    # may keep them longer: if that exceeds the limit, a lower goal is tried.
     for goal in (limit, limit - limit // 16):
         graph = _RecomputationSearch(traced, goal).run()
         if graph is not None:
@@ -56,7 +57,7 @@ class _RecomputationSearch:
         self._graph = graph = traced.graph
         rank = max(traced.peak_bytes, key=lambda one: traced.peak_bytes[one])
         place = traced.ranks.index(rank)
-        # These stay, whoever reads them.
+        # The caller has the inputs and gets the outputs, so that neither is ever freed.
         self._kept = {*graph.inputs, *graph.outputs}
         # The original of each recomputed value, and the place where each original is computed.
         self._first: dict[int, int] = {}

@@ -102,7 +102,7 @@ def _find_paths(room: Sequence[dict[int, int]], source: int) -> dict[int, int]:
 
 
 def keep_partial(propagated: PropagatedGraph) -> PropagatedGraph:
-    """Return the same shardings, but that sums wait where that makes fewer bytes cross.
+    """Return the graph with sums that wait, where fewer bytes move then.
 
     The shardings of each operation are recorded as well. A graph that has them already, as from
     the strategy "cost", is returned unchanged.
@@ -148,7 +148,7 @@ class _PendingRun:
 
 
 class _Waiting:
-    """The decision for a graph."""
+    """The choice of the operations of a graph that wait."""
 
     def __init__(self, propagated: PropagatedGraph, mesh: DeviceMesh) -> None:
         self.propagated = propagated
@@ -164,7 +164,7 @@ class _Waiting:
         self.readers: list[list[tuple[int, int]]] = [[] for _ in self.graph.values]
 
     def answer(self) -> PropagatedGraph:
-        """Return the graph with what waits, and with what each operation runs with."""
+        """Return the graph with the shardings that each operation runs with, and contributions."""
         self._find_runs()
         self._drop_stopped()
         waiting = self._choose()

@@ -56,7 +56,9 @@ OperationShardings = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PropagatedGraph:
-    """A graph and the shardings of its values.
+    """The result of a propagation: a graph, and a sharding of each value, which may be open.
+
+    `assign_shardings` closes these shardings and enters them in the graph.
 
     Args:
         graph: the function.

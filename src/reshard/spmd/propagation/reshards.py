@@ -183,6 +183,8 @@ def _distribute(rule: OpShardingRule, axes: Parts, found: Axes) -> None:
 
 @dataclass(slots=True)
 class _Candidate:
+    """A sharding of a factor, the elements of the tensors that support it, and its shards."""
+
     factor: int
     axes: Parts
     elements: int
@@ -190,7 +192,7 @@ class _Candidate:
 
 
 class _Vote:
-    """The third step: candidates, and who goes first."""
+    """The choice among several tensors' shardings: their candidates, and which comes first."""
 
     def __init__(
         self,
@@ -309,7 +311,7 @@ class Movement:
 
 @dataclass(frozen=True, slots=True)
 class PlacedGraph:
-    """A propagated graph with the shardings of its operations, and its reshards.
+    """The reshards of a propagated graph, and the shardings between which they are.
 
     Args:
         propagated: the graph and the shardings of its values.
@@ -365,7 +367,7 @@ def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
 
 
 class _Placing:
-    """The walk over a graph's operations."""
+    """The reshards so far, and how operations run, from the first operation to the last."""
 
     def __init__(self, propagated: PropagatedGraph, table: AxisTable) -> None:
         self.graph = propagated.graph
@@ -393,7 +395,7 @@ class _Placing:
         target: Sharding,
         reduced: Parts = (),
     ) -> None:
-        """Write a movement down."""
+        """Append a movement."""
         axes = tuple(map(self.table.axis, reduced))
         self.moved.append(Movement(value, *place, self.spec(source), self.spec(target), axes))
 
@@ -483,7 +485,7 @@ class _Placing:
         return common_axes(rule, factors, sizes, self.table.mesh)
 
     def _find_reduced(self, value: int, place: Place, source: Sharding, kept: Parts) -> Sharding:
-        """Combine contributions that are not kept, and write that down."""
+        """Combine contributions that are not kept, and append that movement."""
         combined = difference(source.partial, kept)
         if not combined:
             return source
@@ -492,7 +494,7 @@ class _Placing:
         return target
 
     def follow(self, number: int, operation: Operation, run: OperationShardings) -> None:
-        """Write down what moves for an operation of which it is decided how it runs."""
+        """Append the movements of an operation whose shardings a strategy has chosen."""
         reads, makes = run
         for position, (value, target) in enumerate(zip(operation.operands, reads, strict=True)):
             self.bring(value, (number, "operand", position), self.state[value], target)
@@ -533,7 +535,7 @@ class _Placing:
         return both if having in sets else ()
 
     def deliver(self) -> None:
-        """Make outputs what they are asked to be."""
+        """Append the movements of outputs to their requested shardings."""
         for position, (value, spec) in enumerate(zip(self.graph.outputs, self.asked, strict=True)):
             source = self.state[value]
             ndim = len(self.graph.values[value].shape)

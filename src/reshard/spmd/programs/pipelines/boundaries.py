@@ -93,9 +93,9 @@ class StageBoundary:
     ) -> None:
         self._stage, self._group, self._mesh, self._target = stage, group, mesh, target
         self._digest, self._keeper, self._device = digest, keeper, device
-        # The first, which both ends have also where they mean other steps.
+        # The first tag, so that both ends have the same, even if their steps differ.
         self._kind_tag = next_tag(group)
-        # Both ends begin crossings in orders of their own.
+        # A tag for each crossing, because the two ends begin crossings in different orders.
         self._tags = {
             (microbatch, is_back): next_tag(group)
             for microbatch in range(n_microbatches)
@@ -150,7 +150,8 @@ class StageBoundary:
         transfers = RankTransfers.of(
             change, transfers_of(change, kind.dtype, rank), rank, own, made
         )
-        # Neighbours are not alike: a rank may be a step ahead, so they confirm nothing.
+        # Without confirmation, because a neighbour may be a step ahead and would keep this rank
+        # waiting.
         transfer = Transfer.prepare(
             lambda: MessageExchange([transfers], self._group, self._device),
             self._group,
@@ -176,7 +177,7 @@ class StageBoundary:
         return from_shards(shards, begun.shape, begun.target, runner=self._keeper)
 
     def let_go(self, waits: bool = False) -> None:
-        """Let go of what was sent and has arrived; of all that was sent, where it `waits`.
+        """Free the arrays that were sent and have arrived; if `waits`, wait for all of them.
 
         Raises RunError where the other stage failed.
         """
@@ -276,7 +277,8 @@ class Boundaries:
             group = None if one is other else _group_of(ranks)
             if group is not None and rank in ranks:
                 groups[stage] = group
-        # Known before anything can fail: what is broken is met anew.
+        # Before anything below can fail: the ranks of a group that a failure broke meet again here,
+        # all of them together.
         self._groups = [rank_group(group) for group in groups.values()]
         # What must be equal on the ranks of neighbouring stages.
         tasks = [[str(task) for task in line] for line in schedule.tasks]
@@ -351,7 +353,7 @@ def _device_of(parameters: Sequence[Any]) -> torch.device:
     )
 
 
-# By the group of all processes: a new group has other groups.
+# By the group of all processes: groups of ranks end with it.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )

@@ -301,7 +301,7 @@ class ProgramPass:
 
 
 def _another(x: Any) -> Any:
-    """Return the same array as another object, which may be given up by itself."""
+    """Return the same array as another object, which can be donated alone."""
     if not isinstance(x, ShardedArray):
         return x
     make = ShardedArray.given if x.is_given else ShardedArray.of_shards
@@ -428,7 +428,7 @@ class PipelineRun:
         specs: the sharding in which each stage takes its array.
         parameters: of each stage; None for a stage of other processes.
         microbatches: pairs of what the first stage takes and the last stage's targets.
-        boundaries: see `find_boundaries`; none in a single process.
+        boundaries: to stages of other processes; None in a single process.
 
     Attributes:
         held: passes whose backward pass is still to run.
