@@ -330,7 +330,7 @@ class JittedFunction:
         own = self._options
 
         def trace_by(strategy: str) -> Trace:
-            graph = self._place(self._record(strategy, arguments, options), strategy)
+            graph = self._record(strategy, arguments, options)
             return trace_graph(graph, strategy, own.topology, own.library)
 
         places = self._find_donated(arguments)
@@ -356,6 +356,7 @@ class JittedFunction:
         return self._traced_count
 
     def _record(self, strategy: str, arguments: Sequence[Any], options: dict[str, Any]) -> Graph:
+        """Return the function's graph, simplified, with the shardings of a strategy."""
         function: Function = self._function
         given: Sequence[Any] = arguments
         if options:
@@ -365,10 +366,7 @@ class JittedFunction:
 
             given = (*arguments, options)
         with unrecorded():
-            return simplify(record_for(strategy, function, given, has_others=True))
-
-    def _place(self, graph: Graph, strategy: str) -> Graph:
-        """Assign the shardings of a strategy, or those of "cost" that are known."""
+            graph = simplify(record_for(strategy, function, given, has_others=True))
         own = self._options
         if own.shardings is not None and strategy == "cost":
             return graph.with_shardings(*own.shardings)
@@ -382,8 +380,7 @@ class JittedFunction:
             own = self._options
             moves_beside = own.overlap > 0 and not key[-1].has_every_shard
             if own.live_bytes is None and not (moves_beside and own.topology is not None):
-                recorded = self._record(own.strategy, arguments, options)
-                graph = self._place(recorded, own.strategy)
+                graph = self._record(own.strategy, arguments, options)
             else:
                 graph = self._trace_program(arguments, options, moves_beside).graph
             self._traced_count += 1

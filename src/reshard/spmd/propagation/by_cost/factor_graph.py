@@ -283,7 +283,6 @@ class Elimination(NamedTuple):
     """A variable taken out of some tables.
 
     Args:
-        variable: that is taken out.
         scope: the variables of the tables, the eliminated variable first.
         joined: the tables.
         left: the least seconds then, a table of the rest, or several that come to no more.
@@ -291,7 +290,6 @@ class Elimination(NamedTuple):
             the tables are too large together.
     """
 
-    variable: int
     scope: tuple[int, ...]
     joined: list[CostTable]
     left: list[CostTable]
@@ -461,7 +459,7 @@ def take_out(
         joined = [numbered[number] for number in numbers]
         if largest is not None:
             left = taken_apart(variable, joined, choices, largest)
-            taken.append(Elimination(variable, scope, joined, left, None))
+            taken.append(Elimination(scope, joined, left, None))
         else:
             # The least over the variable's axis, for choices of the rest.
             own = known if size <= MAX_CACHED_ENTRIES else of_large
@@ -472,7 +470,7 @@ def take_out(
                 least_s = least_joined(joined, _read_places(pattern), sizes)
                 found = own[key] = joined, least_s, {}
             left = [CostTable(rest, found[1])]
-            taken.append(Elimination(variable, scope, joined, left, found[2]))
+            taken.append(Elimination(scope, joined, left, found[2]))
         numbered += left
     return taken
 
@@ -502,9 +500,9 @@ def read_off(taken: Sequence[Elimination], choices: Sequence[int]) -> tuple[int,
     """
     # Backwards: when a variable is read off, the rest of its tables is chosen already.
     chosen = [0] * len(choices)
-    for variable, scope, joined, _, best in reversed(taken):
+    for (variable, *rest), joined, _, best in reversed(taken):
         known = {} if best is None else best
-        at = tuple([chosen[v] for v in scope[1:]])
+        at = tuple([chosen[v] for v in rest])
         found = known.get(at)
         if found is None:
             costs = np.zeros(choices[variable])
@@ -638,11 +636,12 @@ class CostSum:
                 total += outside_s.pop(id(left))
             else:
                 total += whole_s - float(left.seconds_s)
-            found[one.variable] = least_over(total, one.scope, (one.variable,))
+            variable = one.scope[0]
+            found[variable] = least_over(total, one.scope, (variable,))
             for table in one.joined:
                 if id(table) in made:
                     least_s = least_over(total, one.scope, table.variables)
-                    least_s = np.moveaxis(least_s, 0, table.variables.index(one.variable))
+                    least_s = np.moveaxis(least_s, 0, table.variables.index(variable))
                     outside_s[id(table)] = least_s - table.seconds_s
         return found
 
