@@ -435,7 +435,7 @@ class _Placing:
             if less.dims != cut[position].dims:
                 self.move(value, at, less, cut[position])
         # 4. Results: the same, from what the operation makes to what the value is to be. They
-        # combine like the contributions that it passes on, or as its rule says.
+        # combine like the contributions that it passes on, or by the rule.
         carried = [self.state[value] for value in operation.operands] if kept else []
         reductions = [one.reduction for one in carried if one.partial and one.reduction]
         reduction = reductions[0] if reductions else rule.reduction_operator
