@@ -34,8 +34,8 @@ class BlockGrid(Record):
     `block_bytes` is the largest size of a block; a single element may be larger.
 
     >>> grid = BlockGrid.of((8, 3, 1000000), 4)
-    >>> grid.count, str(grid.box(4))
-    (24, '[1:2, 1:2, 0:1000000]')
+    >>> grid.count, str(grid.box(4)), grid.index_of(grid.box(4))
+    (24, '[1:2, 1:2, 0:1000000]', 4)
     >>> BlockGrid.of((), 4).count, BlockGrid.of((0, 5), 4).count
     (1, 0)
     """
@@ -91,6 +91,16 @@ class BlockGrid(Record):
             (*lead, begin, *(0 for _ in rest)),
             (*(at + 1 for at in lead), min(begin + self.chunk, length), *rest),
         )
+
+    def index_of(self, box: Box) -> int:
+        """Return the index of the block that `box` returned."""
+        if not self.shape:
+            return 0
+        index = 0
+        for at, size in zip(box.start[: self.dimension], self.shape, strict=False):
+            index = index * size + at
+        chunks = -(-self.shape[self.dimension] // self.chunk)
+        return index * chunks + box.start[self.dimension] // self.chunk
 
     def size_bytes(self, index: int) -> int:
         """Return the bytes of block `index`."""

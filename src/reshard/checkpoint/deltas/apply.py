@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from reshard._records import Record
 from reshard.binding import Binding, FileRange
-from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.blocks.grid import block_digest, tensor_digest
 from reshard.checkpoint.changes.computed_tensors import ReadBox
 from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredItem, StoredTensor
@@ -102,7 +102,7 @@ class PatchedTensor(Record):
             FormatError: an invalid payload.
         """
         first, tensor = self.steps[0]
-        block = _find_block(tensor.grid, box)
+        block = tensor.grid.index_of(box)
         size = word_bytes(self.dtype.itemsize_bytes)
         words = out.reshape(-1).view(f"<u{size}")
         if self.base is not None:
@@ -140,22 +140,6 @@ class PatchedTensor(Record):
                     "it again"
                 )
         return CastCounts()
-
-
-def _find_block(grid: BlockGrid, box: Box) -> int:
-    """Return the number of a block of a grid.
-
-    >>> grid = BlockGrid.of((8, 3, 1000000), 4)
-    >>> _find_block(grid, grid.box(17))
-    17
-    """
-    if not grid.shape:
-        return 0
-    number = 0
-    for at, size in zip(box.start[: grid.dimension], grid.shape, strict=False):
-        number = number * size + at
-    chunks = -(-grid.shape[grid.dimension] // grid.chunk)
-    return number * chunks + box.start[grid.dimension] // grid.chunk
 
 
 def patch(base: Checkpoint, deltas: Sequence[Delta]) -> ChangedElements:
