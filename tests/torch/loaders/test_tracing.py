@@ -421,6 +421,21 @@ def test_tied_parameters() -> None:
     assert traced.size_bytes == 6 * 4 * 4
 
 
+def test_parameters_that_the_loader_ties() -> None:
+    def make() -> torch.nn.Module:
+        return torch.nn.ModuleDict(
+            {name: torch.nn.Linear(4, 6, bias=False) for name in ("embed", "head")}
+        )
+
+    def load(model: Any, weights: Pairs) -> None:
+        for _, weight in weights:
+            model["embed"].weight.data.copy_(weight)
+        model["head"].weight = model["embed"].weight
+
+    traced = check(make, load, {"embed": ("float32", (6, 4))})
+    assert traced.tied == (("embed.weight", "head.weight"),)
+
+
 def test_a_dict_of_tensors_that_share_memory() -> None:
     flat = torch.empty(12, device="meta")
     targets = {"rows": flat[:8].view(2, 4).detach(), "all": flat.detach()}

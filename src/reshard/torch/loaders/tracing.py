@@ -89,6 +89,7 @@ class LoaderTargets:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore storages, parameters and attributes of modules on exit."""
+        # Loaders may note in attributes of modules what they have loaded.
         tensors = [(tensor, tensor.detach()) for tensor in self.named().values()]
         modules = list(self.targets.modules()) if isinstance(self.targets, torch.nn.Module) else []
         before = [
@@ -165,10 +166,14 @@ def _make_alike(
 
 # The bits of the low part of a number; both parts are exact in float32, even after additions.
 LOW_BITS = 22
+# A run for each part, and two with mixed bits: a computed value may happen to look like the number
+# of an element in the first two, but hardly in all four.
 RUNS = 4
 MAX_BYTES = 16 << 30
 
 _UNFILLED, _CONSTANT, _COMPUTED = -1, -2, -3
+# Groups of names of targets that share memory.
+Ties = tuple[tuple[str, ...], ...]
 
 
 def trace_values(
@@ -176,8 +181,10 @@ def trace_values(
     kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     targets: LoaderTargets,
     max_bytes: int = MAX_BYTES,
-) -> tuple[dict[str, RegionMap], TracingMode]:
-    """Return the contents of each target after loading, by values, and the last run's tracing mode.
+) -> tuple[dict[str, RegionMap], TracingMode, Ties]:
+    """Return the contents of each target after loading, by values.
+
+    The last run's tracing mode and the targets that share memory after it are returned, too.
 
     Args:
         run: the loader, given the sources.
@@ -223,6 +230,8 @@ def trace_values(
                     values_by_name.setdefault(name, []).append(_read_values(tensor))
                     maps[name] = mode.read(tensor)
                     types[name] = mode.type_of(tensor)
+                # Before the targets are restored, since a loader may tie them.
+                tied = find_shared_memory(targets.named())
     finally:
         torch.set_default_dtype(default)
     mode.target_types = types
@@ -236,10 +245,11 @@ def trace_values(
             )
         dtype = str(types[name]).removeprefix("torch.")
         regions[name] = _find_regions(values, bases, names, dtype, maps[name])
-    return regions, mode
+    return regions, mode, tied
 
 
 def _read_values(tensor: torch.Tensor) -> NDArray[np.float64]:
+    # Numbers of elements have at most 22 bits in any carrier, so float64 holds them exactly.
     values: NDArray[np.float64] = tensor.detach().cpu().to(torch.float64).numpy()
     return values.copy()
 
@@ -407,15 +417,14 @@ def trace_loading(
     failure: Exception | None = None
     if values is not True:
         try:
-            maps, mode, tied = _follow(run, specs, target_set)
-            return _lay_out(rank, specs, target_set, maps, mode, tied, None)
+            return _lay_out(rank, specs, *_follow(run, specs, target_set), None)
         except Exception as error:
             # Whether values help is known after the second attempt.
             failure = error
             if values is False:
                 raise _explain(error, "without values") from error
     try:
-        maps, mode = trace_values(run, specs, target_set, max_bytes)
+        traced = trace_values(run, specs, target_set, max_bytes)
     except Exception as error:
         if failure is not None and not isinstance(failure, ValuesNeeded):
             # Report the first error, which a user of the loader would see.
@@ -425,9 +434,7 @@ def trace_loading(
             ) from failure
         raise _explain(error, "with values") from error
     reason = "as asked" if failure is None else f"it asked for values: {_shorten(failure)}"
-    return _lay_out(
-        rank, specs, target_set, maps, mode, find_shared_memory(target_set.named()), reason
-    )
+    return _lay_out(rank, specs, *traced, reason)
 
 
 def _explain(error: Exception, how: str) -> ReshardError:
@@ -474,8 +481,8 @@ def _follow(
     run: Callable[[dict[str, torch.Tensor]], None],
     specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     target_set: LoaderTargets,
-) -> tuple[dict[str, RegionMap], TracingMode, tuple[tuple[str, ...], ...]]:
-    """Run a loader without values."""
+) -> tuple[dict[str, RegionMap], TracingMode, Ties]:
+    """Return the same as `trace_values`, from a run without values."""
     tensors = {
         name: torch.empty(shape, dtype=kind, device="meta") for name, (kind, shape) in specs.items()
     }
@@ -492,7 +499,7 @@ def _follow(
     return maps, mode, tied
 
 
-def find_shared_memory(named: Mapping[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
+def find_shared_memory(named: Mapping[str, torch.Tensor]) -> Ties:
     """Return groups of names whose tensors are the same memory."""
     groups: dict[object, list[str]] = {}
     for name, tensor in named.items():
@@ -505,10 +512,9 @@ def find_shared_memory(named: Mapping[str, torch.Tensor]) -> tuple[tuple[str, ..
 def _lay_out(
     rank: int,
     specs: Mapping[str, Any],
-    target_set: LoaderTargets,
     maps: Mapping[str, RegionMap],
     mode: TracingMode,
-    tied: tuple[tuple[str, ...], ...],
+    tied: Ties,
     reason: str | None,
 ) -> RankLayout:
     names = list(specs)

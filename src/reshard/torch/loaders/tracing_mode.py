@@ -146,19 +146,6 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
 
         return given.map_origins(change)
 
-    def note_read(self, origins: Sequence[region_map.Origin | None]) -> None:
-        """Record that the values of elements were read."""
-        for origin in origins:
-            numbers = (
-                (origin.source,)
-                if isinstance(origin, region_map.CopyOf)
-                else origin.sources
-                if isinstance(origin, region_map.ComputedFrom)
-                else ()
-            )
-            for number in numbers:
-                self.values_of.setdefault(self.names[number])
-
     def _as_bits(self, origin: region_map.Origin, dtype: str, to: str) -> region_map.Origin:
         if isinstance(origin, region_map.CopyOf):
             steps = region_map.add_bitcast(origin.steps, self.dtypes[origin.source], to)
@@ -229,7 +216,9 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
 
     def _look_at_values(self, function: Any, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
-            self.note_read(self.read(tensor).origins)
+            for origin in self.read(tensor).origins:
+                for number in region_map.combine_origins(_name(function), [origin]).sources:
+                    self.values_of.setdefault(self.names[number])
             if tensor.device.type == "meta":
                 raise ValuesNeeded(
                     f"{_name(function)} of a tensor of shape {list(tensor.shape)} asks for values"
@@ -494,14 +483,9 @@ def _constant(value: float) -> Operator:
     return fill
 
 
-def _full(
-    mode: TracingMode, result: Any, shape: Any, value: float, **_: Any
-) -> region_map.RegionMap:
-    return region_map.RegionMap.of(result.shape, region_map.FilledWith(float(value)))
-
-
-def _scalar(mode: TracingMode, result: Any, value: float, **_: Any) -> region_map.RegionMap:
-    return region_map.RegionMap.of(result.shape, region_map.FilledWith(float(value)))
+def _full(mode: TracingMode, result: Any, *args: Any, **_: Any) -> region_map.RegionMap:
+    # The value follows the shape or the tensor, or both.
+    return region_map.RegionMap.of(result.shape, region_map.FilledWith(float(args[-1])))
 
 
 def _nothing(mode: TracingMode, result: Any, *_: Any, **__: Any) -> region_map.RegionMap:
@@ -727,10 +711,8 @@ NEW: dict[Any, Operator] = {
     _aten.new_ones.default: _constant(1.0),
     _aten.full.default: _full,
     _aten.full_like.default: _full,
-    _aten.new_full.default: lambda mode, result, tensor, shape, value, **_: _scalar(
-        mode, result, value
-    ),
-    _aten.scalar_tensor.default: _scalar,
+    _aten.new_full.default: _full,
+    _aten.scalar_tensor.default: _full,
     _aten.empty.memory_format: _nothing,
     _aten.empty_strided.default: _nothing,
     _aten.empty_like.default: _nothing,
@@ -759,9 +741,7 @@ WRITING: dict[Any, Operator] = {
     _aten.copy_.default: _copy_into,
     _aten.fill_.Scalar: _fill,
     _aten.fill_.Tensor: _fill,
-    _aten.zero_.default: lambda mode, result, tensor: region_map.RegionMap.of(
-        tensor.shape, region_map.FilledWith(0.0)
-    ),
+    _aten.zero_.default: _constant(0.0),
     _aten.index_copy_.default: _copy_to_indices,
     _aten.index_fill_.int_Scalar: _fill_indices,
     _aten.index_put_.default: _put,
