@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import reshard
+from rank_cases import report_each
 from rank_endings import end_last
 from reshard.errors import PlanError, RunError, ShardError, UsageError
 from reshard.notation import sharding_of
@@ -181,14 +182,14 @@ def proposal() -> None:
         )
 
 
-def random_matrices(cases: int) -> None:
+def random_matrices() -> None:
     """Any splits along any dimension of any dtype; the bytes are those that are lacking."""
     # Halves of complex numbers are new to torch, and it says so.
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
     random = np.random.default_rng(size())
     order = random.permutation(size()).tolist()
     meshes = [init_device_mesh("cpu", (size(),)), DeviceMesh("cpu", order)]
-    for case in range(cases):
+    for case in range(24):
         mesh = meshes[case % 2]
         at = mesh.mesh.tolist().index(rank())
         count = int(random.integers(0, 8))
@@ -459,14 +460,8 @@ def main(*fault: str) -> None:
     if fault:
         killed(*fault)
         return
-    if size() == 2:
-        proposal()
-        symbolic()
-    if size() == 4:
-        among_placements()
-    random_matrices(24)
-    gradients()
-    ranks_that_differ()
+    by_size = {2: [proposal, symbolic], 4: [among_placements]}
+    report_each([*by_size.get(size(), []), random_matrices, gradients, ranks_that_differ])
     dist.barrier()
     dist.destroy_process_group()
 
