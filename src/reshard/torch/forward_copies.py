@@ -76,7 +76,7 @@ def find_copies(module: torch.nn.Module) -> str:
 def _list_copies(part: torch.nn.Module) -> Iterator[str]:
     if isinstance(part, torch.nn.RNNBase):
         own = [getattr(part, name, None) for name in part._flat_weights_names]
-        if any(one is not flat for one, flat in zip(own, part._flat_weights, strict=False)):
+        if any(weight is not flat for weight, flat in zip(own, part._flat_weights, strict=False)):
             yield (
                 f"{type(part).__name__} computes with weights that are not its parameters, such as "
                 "those from before they were parametrized; set them by its attributes, so that "
@@ -112,7 +112,7 @@ def _processes(method: type) -> bool:
     """Return whether a method of vLLM or SGLang may change weights after loading."""
     if method.__name__ in _PLAIN_METHODS:
         return False
-    definers = [one for one in method.__mro__ if _PROCESS in vars(one)]
+    definers = [cls for cls in method.__mro__ if _PROCESS in vars(cls)]
     # The base class of all methods does nothing.
     return bool(definers) and definers[0].__name__ not in ("QuantizeMethodBase", "LinearMethodBase")
 
@@ -124,7 +124,7 @@ def is_frozen(part: torch.nn.Module) -> bool:
     False
     """
     compiled = vars(part).get("_compiled_call_impl")
-    reads: Any = (getattr(one, "get_compiler_config", None) for one in (part, compiled))
+    reads: Any = (getattr(form, "get_compiler_config", None) for form in (part, compiled))
     # The options of the compilation take precedence over Inductor's current options.
     configs = (read() for read in reads if read is not None)
     return any(bool(config and config.get("freezing")) for config in configs)
@@ -158,7 +158,7 @@ def find_merged(
             for name, parameter in part.named_parameters()
             if not name.startswith("base_layer.") and name not in ("weight", "bias")
         ]
-        if read is None or any(id(one) in read for one in adapters):
+        if read is None or any(id(adapter) in read for adapter in adapters):
             return (
                 f"{path} of the {'target' if read is None else 'source'} has its adapters merged "
                 "into its weights; unmerge them (unmerge_adapter() in PEFT)"

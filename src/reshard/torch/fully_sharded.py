@@ -52,7 +52,7 @@ def find_groups(storages: Collection[int], are_stale: bool = False) -> tuple[Any
     """
     groups = chain(_list_groups(), map(_FlatGroup, list(_LISTED)))
     candidates = [group for group in groups if not are_stale or _has_copy(group)]
-    return tuple(one for one in candidates if not _storages_of(one).isdisjoint(storages))
+    return tuple(group for group in candidates if not _storages_of(group).isdisjoint(storages))
 
 
 def free_gathered(groups: Collection[Any]) -> str:
@@ -91,7 +91,7 @@ def list_gathered(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         for parameter in group.fsdp_params
         if hasattr(parameter, "_unsharded_param")
     } - {0}
-    return [name for name, one in tensors.items() if find_storage(one) in copies] if copies else []
+    return [name for name, t in tensors.items() if find_storage(t) in copies] if copies else []
 
 
 def _list_groups() -> Iterator[Any]:
@@ -99,7 +99,7 @@ def _list_groups() -> Iterator[Any]:
     # Modules of a group share a state. Before torch 2.6 the table contains the states themselves.
     entries = list(_composable_state._module_state_mapping.values())
     states: list[Any] = [entry() if callable(entry) else entry for entry in entries]
-    for state in {id(one): one for one in states}.values():
+    for state in {id(state): state for state in states}.values():
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             group = getattr(state, "_fsdp_param_group", None)
@@ -119,13 +119,14 @@ def find_detached(module: torch.nn.Module) -> str:
     if not groups:
         return ""
     names = {id(part): name for name, part in module.named_modules()}
-    for one in chain.from_iterable(group.fsdp_params for group in groups):
-        part, name = one._module_info.module, one._module_info.param_name
+    for parameter in chain.from_iterable(group.fsdp_params for group in groups):
+        part, name = parameter._module_info.module, parameter._module_info.param_name
         if id(part) not in names:
             continue
         now = part._parameters.get(name)
-        is_other = isinstance(now, DTensor) and now is not one.sharded_param
-        if is_other or find_storage(one.sharded_param) != find_storage(one._sharded_param_data):
+        shard = parameter.sharded_param
+        is_other = isinstance(now, DTensor) and now is not shard
+        if is_other or find_storage(shard) != find_storage(parameter._sharded_param_data):
             return f"{names[id(part)]}.{name}".lstrip(".")
     return ""
 
@@ -136,7 +137,7 @@ def _has_copy(group: Any) -> bool:
 
 def _storages_of(group: Any) -> set[int]:
     """Return the addresses of the storages that contain a group's shards."""
-    return set(map(find_storage, (one.sharded_param for one in group.fsdp_params))) - {0}
+    return {find_storage(parameter.sharded_param) for parameter in group.fsdp_params} - {0}
 
 
 class _FlatGroup:
@@ -165,10 +166,10 @@ class _FlatGroup:
             # Parameters that were assigned other memory are copied into the shard, as in a forward.
             shard = self.sharded_param
             begin, end = shard.data_ptr(), shard.data_ptr() + shard.nbytes
-            own = (one.data_ptr() for one in self._handle.flat_param._params or () if one.numel())
-            if any(not begin <= address < end for address in own):
+            parameters = self._handle.flat_param._params or ()
+            if any(p.numel() and not begin <= p.data_ptr() < end for p in parameters):
                 return False
-        return not any(one.untyped_storage().size() for one in _list_gathered(self._handle))
+        return not any(copy.untyped_storage().size() for copy in _list_gathered(self._handle))
 
     def wait_for_unshard(self) -> None:
         """Copy parameters that were assigned other memory into the shard."""
@@ -192,7 +193,7 @@ def _list_gathered(handle: Any) -> list[torch.Tensor]:
     """Return the memory of FSDP1's gathered flat parameter; empty before the first forward."""
     names = ("_full_param_padded", "_full_prec_full_param_padded")
     found = (getattr(handle.flat_param, name, None) for name in names)
-    return [one for one in found if one is not None] if handle.uses_sharded_strategy else []
+    return [copy for copy in found if copy is not None] if handle.uses_sharded_strategy else []
 
 
 # The results of `list_flat_parameters`, each with the address of its shard.
@@ -211,8 +212,8 @@ def list_handles(module: torch.nn.Module) -> list[Any]:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp is None:
         return []
-    parts = (one for one in module.modules() if isinstance(one, fsdp.FullyShardedDataParallel))
-    return [one._handle for one in parts if one._handle is not None]
+    parts = (p for p in module.modules() if isinstance(p, fsdp.FullyShardedDataParallel))
+    return [part._handle for part in parts if part._handle is not None]
 
 
 def find_shard(handle: Any) -> torch.Tensor:

@@ -100,7 +100,7 @@ def layouts(
         )
     if sources is None and not isinstance(config, Mapping):
         tensors = open_checkpoint(config).tensors
-        sources = {name: (one.dtype, one.shape) for name, one in tensors.items()}
+        sources = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     ranks = sizes["pp"] * sizes["dp"] * sizes["fsdp"] * sizes["tp"]
     found = []
     with silence(engine):
@@ -284,7 +284,7 @@ def _list_saved(engine: Any, model: Any) -> dict[str, SourceTensor]:
 def _list_untied(model: Any) -> dict[str, torch.Tensor]:
     """Return a module's tensors, with a single entry for tied tensors."""
     tied = set(model.all_tied_weights_keys or {})
-    return {name: one for name, one in model.state_dict().items() if name not in tied}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def _as_source(source: Any) -> SourceTensor:
@@ -452,13 +452,13 @@ class _ClassTensors:
         loading = engine.core_model_loading
         given = get_model_conversion_mapping(self._model) or []
         self._rename = loading.rename_source_key
-        self._renamings = [one for one in given if isinstance(one, loading.WeightRenaming)]
-        self._converters = [one for one in given if isinstance(one, loading.WeightConverter)]
+        self._renamings = [rule for rule in given if isinstance(rule, loading.WeightRenaming)]
+        self._converters = [rule for rule in given if isinstance(rule, loading.WeightConverter)]
         self._held = self._model.state_dict()
         self._judge = f"{model_class.__name__} of transformers {engine.__version__}"
         saved = loading.revert_weight_conversion(self._model, dict(self._held))
         self.forms = [
-            {self.key(name): (name, tuple(one.shape)) for name, one in form.items()}
+            {self.key(name): (name, tuple(tensor.shape)) for name, tensor in form.items()}
             for form in (saved, self._held)
         ]
 

@@ -302,7 +302,7 @@ def test_a_tensor_of_too_many_boxes_has_one_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = stored(tmp_path, "tp@stride2, -")
-    monkeypatch.setattr(module, "MOST_CHUNKS", 5)
+    monkeypatch.setattr(module, "MAX_CHUNKS", 5)
     (chunk,) = module.describe_contents(found)["w"].chunks
     assert chunk.sizes == torch.Size([12, 10])
 

@@ -259,6 +259,7 @@ class RegionMap:
     def overwrite(self, newer: Iterable[Region]) -> RegionMap:
         """Return the map with regions written over it in order."""
         regions = list(self.regions)
+        # What is overwritten is subtracted at once, so that regions never overlap.
         for new in newer:
             regions = [part for old in regions for part in old.subtract(new.start, new.stop)]
             regions.append(new)

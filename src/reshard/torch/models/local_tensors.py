@@ -160,6 +160,7 @@ class ParameterColumns:
                 is_odd = is_part or local.is_neg() or (like[1].is_complex and local.is_conj())
                 signature = (sharding, is_odd, local.stride(), like)
                 address = local.data_ptr()
+                # FSDP and ZeRO-3 free the memory of tensors that modules keep.
                 if address < endpoint.MIN_ADDRESS and endpoint.is_freed(local):
                     return None
                 addresses.append(address)

@@ -763,6 +763,7 @@ def read_manifests(
     >>> read_manifests({0: message, 1: message})[1][0].first_rank
     2
     """
+    # Ranks with equal names then share an object, whose identity stands for it (`ListedEntries`).
     names: dict[bytes, list[NameColumns]] = {}
     known: dict[tuple[bytes, bytes], tuple[ModelManifest, ModelManifest]] = {}
     for rank, message in messages.items():

@@ -423,6 +423,7 @@ def _describe_others(tensors: Iterable[tuple[str, Any]], naming: Naming | None) 
 def _gather_sides(
     described: Sequence[Mapping[str, Any] | None], group: RankGroup
 ) -> tuple[_SideDescription, _SideDescription]:
+    # Every rank sends what it knows of both sides, since none knows which ranks the other side has.
     messages = gather(json.dumps(described).encode(), group)
     by_side: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
     for rank, message in messages.items():

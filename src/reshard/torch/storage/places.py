@@ -175,7 +175,7 @@ def _find_place(
         if (tensor.name, slot) not in cells:
             cells[tensor.name, slot] = _number_boxes(layout, slot)
         numbers = cells[tensor.name, slot]
-        stored = next((one for one in (box, whole) if one in numbers), None)
+        stored = next((part for part in (box, whole) if part in numbers), None)
         if stored is None or tensor.view(slot, numbers[stored]) is not None:
             continue
         number = numbers[stored]

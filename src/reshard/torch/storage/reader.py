@@ -66,7 +66,7 @@ from reshard.geometry.regions import Region, multiply_runs
 from reshard.layout import Box
 
 # A tensor with more boxes than this has a single chunk in PyTorch's planner.
-MOST_CHUNKS = 4096
+MAX_CHUNKS = 4096
 
 
 def list_parts(tensor: StoredTensor, box: Box) -> Iterator[Region]:
@@ -96,7 +96,7 @@ def _list_boxes(tensor: StoredTensor) -> list[Box]:
     if not whole.elements:
         return [whole]
     tiles = source_tiles(tensor.assembly).tiles
-    if sum(math.prod(map(len, tile.start)) for tile in tiles) > MOST_CHUNKS:
+    if sum(math.prod(map(len, tile.start)) for tile in tiles) > MAX_CHUNKS:
         return [whole]
     boxes: list[Box] = []
     for tile in tiles:
@@ -198,7 +198,7 @@ def describe_contents(checkpoint: Checkpoint) -> LazyDict[Any]:
 # The bytes that a thread reads at a time, and that are copied to another device at a time.
 _PIECE_BYTES = 4 * BUFFER_BYTES
 # Values that are not tensors are held in memory as a whole.
-_MOST_ITEM_BYTES = 1 << 30
+_MAX_ITEM_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,20 +410,21 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
     def _read_together(self, reads: list[_TensorRead], planner: LoadPlanner) -> None:
         """Read together with the other ranks of this host, in the order of the files."""
         tasks = [
-            one
+            task
             for read in reads
-            for one in _list_part_reads(
+            for task in _list_part_reads(
                 read, _resolve(read, planner), 2 * shared_read_cache.PIECE_BYTES, is_hull=True
             )
         ]
-        tasks.sort(key=lambda one: [(span.name, span.start) for span, _ in one.spans])
+        tasks.sort(key=lambda task: [(span.name, span.start) for span, _ in task.spans])
         checkpoint = self.checkpoint
+        # Derived files are computed on each rank, and held ones are in its memory: not shared.
         sizes = {
             file.name: file.size_bytes
             for file in checkpoint.files
             if file.name not in checkpoint.derived and file.name not in checkpoint.held
         }
-        spans = [[span for span in one.spans if span[0].name in sizes] for one in tasks]
+        spans = [[span for span in task.spans if span[0].name in sizes] for task in tasks]
         threads = min(
             choose_threads(self.thread_count, checkpoint.folder), shared_read_cache.MAX_THREADS
         )
@@ -434,7 +435,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
             ) as together,
             contextlib.closing(open_sources(checkpoint, shared=together)) as files,
         ):
-            numbers = {id(one): number for number, one in enumerate(tasks)}
+            numbers = {id(task): number for number, task in enumerate(tasks)}
 
             def fill(task: _PartRead, buffer: AlignedBuffer) -> _PartRead:
                 done = _fill(task, buffer, files=files)
@@ -456,13 +457,13 @@ def _resolve(read: _TensorRead, planner: LoadPlanner) -> torch.Tensor:
 
 
 def _list_part_reads(
-    read: _TensorRead, whole: torch.Tensor, most_bytes: int, *, is_hull: bool = False
+    read: _TensorRead, whole: torch.Tensor, max_bytes: int, *, is_hull: bool = False
 ) -> list[_PartRead]:
     """Return the reads of a tensor, in pieces of limited size; in the file if `is_hull`."""
     found: list[tuple[Region | None, torch.Tensor]] = []
     for part in read.parts:
         inside = map(slice, part.start, part.stop)
-        found += _split(part, whole[(*inside, ...)], most_bytes, is_hull=is_hull)
+        found += _split(part, whole[(*inside, ...)], max_bytes, is_hull=is_hull)
     found = found or [(None, whole)]
     return [_PartRead(read, region, target, whole, len(found)) for region, target in found]
 
@@ -477,10 +478,10 @@ def _run(
     done: Counter[int] = Counter()
     results = run_in_threads(tasks, work, _make_buffer, threads)
     try:
-        for one in results:
-            done[one.read.number] += 1
-            if done[one.read.number] == one.count:
-                planner.commit_tensor(one.read.item, one.whole)
+        for task in results:
+            done[task.read.number] += 1
+            if done[task.read.number] == task.count:
+                planner.commit_tensor(task.read.item, task.whole)
     finally:
         results.close()
 
@@ -493,7 +494,7 @@ def read_item(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
         FormatError: bytes that the transforms cannot have written.
     """
     label = f"{item.name!r} in {item.place.path}"
-    if item.size_bytes > _MOST_ITEM_BYTES:
+    if item.size_bytes > _MAX_ITEM_BYTES:
         raise CheckpointError(f"{label} has {item.size_bytes} bytes; 1 GiB is the most")
 
     def read(offset: int, size: int) -> bytes:
@@ -504,7 +505,7 @@ def read_item(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
     if not item.transforms:
         return read(item.place.start_bytes, item.size_bytes)
     packed = RangeStream(read, item.place.start_bytes, item.size_bytes)
-    stream = unpacked(packed, item.transforms, _MOST_ITEM_BYTES, label)
+    stream = unpacked(packed, item.transforms, _MAX_ITEM_BYTES, label)
     content = bytearray()
     while piece := stream.read(1 << 20):
         content += piece
@@ -523,7 +524,7 @@ def _find_place(read: _TensorRead) -> tuple[str, int]:
 
 
 def _split(
-    region: Region, target: torch.Tensor, most_bytes: int, *, is_hull: bool
+    region: Region, target: torch.Tensor, max_bytes: int, *, is_hull: bool
 ) -> Iterator[tuple[Region, torch.Tensor]]:
     """Yield pieces of a region of at most so many bytes, so that threads share the work.
 
@@ -536,14 +537,14 @@ def _split(
     # Split the outermost dimension, so each piece is as contiguous in the file as the whole.
     d, rows, first = long[0], target.shape[long[0]], region.start[long[0]]
     row_bytes = (region.strides[d] if is_hull else target.numel() // rows) * target.element_size()
-    if rows * row_bytes <= most_bytes:
+    if rows * row_bytes <= max_bytes:
         yield region, target
         return
-    step = max(1, most_bytes // row_bytes)
+    step = max(1, max_bytes // row_bytes)
     for begin in range(0, rows, step):
         stop = min(begin + step, rows)
         part = region.narrow(d, first + begin, first + stop)
-        yield from _split(part, target.narrow(d, begin, stop - begin), most_bytes, is_hull=is_hull)
+        yield from _split(part, target.narrow(d, begin, stop - begin), max_bytes, is_hull=is_hull)
 
 
 def _fill(task: _PartRead, buffer: AlignedBuffer, *, files: OpenFiles[SourceFile]) -> _PartRead:

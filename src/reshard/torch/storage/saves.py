@@ -179,9 +179,11 @@ class RankUpload(filesystem.Closing):
         )
         grid = upload.grid
         self._left = [stop - start for _, start, stop in map(grid.range_of, range(grid.count))]
-        self._checksums = RangeChecksums({one.stored.name: one.checked_ranges for one in files})
+        self._checksums = RangeChecksums({file.stored.name: file.checked_ranges for file in files})
         self._awaited: dict[tuple[str, int], Future[int]] = {
-            (one.stored.name, start): Future() for one in files for start, _ in one.checked_ranges
+            (file.stored.name, start): Future()
+            for file in files
+            for start, _ in file.checked_ranges
         }
         self._lock = threading.Lock()
         self._sender = PartSender(self._send, _REQUESTS)
@@ -292,7 +294,7 @@ class OwnFiles:
     @property
     def names(self) -> frozenset[str]:
         """The names of the files."""
-        return frozenset(one.stored.name for one in self.own)
+        return frozenset(file.stored.name for file in self.own)
 
     def folder_of(self, rank: int) -> Path:
         """Return the folder in which the rank stages them. Raises RunError."""
@@ -361,10 +363,10 @@ class AddressSave:
             RunError: an error of the store; files that cannot be created.
         """
         writers: dict[str, set[int]] = {}
-        for one in places:
-            for place in one.places:
+        for of_rank in places:
+            for place in of_rank.places:
                 if place is not None:
-                    writers.setdefault(place.file, set()).add(one.rank)
+                    writers.setdefault(place.file, set()).add(of_rank.rank)
         own: list[list[NewFile]] = [[] for _ in places]
         common = []
         for file in self._all:

@@ -152,7 +152,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             except UsageError:
                 return False
             return True
-        found = next((one for one in Path(text).absolute().parents if one.exists()), None)
+        found = next((path for path in Path(text).absolute().parents if path.exists()), None)
         return found is not None and os.access(found, os.W_OK)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -211,8 +211,8 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             hosts = [plan.storage_data for plan in plans]
             own = sent.begin(places, hosts, overwrite=self.overwrite)
             places = [
-                dataclasses.replace(one, own_files=told)
-                for one, told in zip(places, own, strict=True)
+                dataclasses.replace(of_rank, own_files=files)
+                for of_rank, files in zip(places, own, strict=True)
             ]
         else:
             kept = FolderSave(self.path, write_plan, sync_files=self.sync_files)
@@ -221,8 +221,8 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             places = find_places(write_plan, plans, str(kept.folder))
         self._write_plan = write_plan
         return [
-            dataclasses.replace(plan, storage_data=one)
-            for plan, one in zip(plans, places, strict=True)
+            dataclasses.replace(plan, storage_data=of_rank)
+            for plan, of_rank in zip(plans, places, strict=True)
         ]
 
     def _forget(self) -> None:
@@ -237,17 +237,17 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         Raises:
             RunError: files that cannot be written; a folder that this rank cannot access.
         """
-        told: RankPlaces = plan.storage_data
-        own: OwnFiles | None = told.own_files
+        places: RankPlaces = plan.storage_data
+        own: OwnFiles | None = places.own_files
         if own is None:
-            folder = Path(told.folder)
+            folder = Path(places.folder)
             if not folder.is_dir():
                 raise RunError(
-                    f"rank {told.rank} does not see {folder}, which the coordinator made; save "
+                    f"rank {places.rank} does not see {folder}, which the coordinator made; save "
                     "into a folder that all ranks share"
                 )
-            written = self._write_values(plan, planner, folder, told.rank)
-            written += self._write_tensors(plan, planner, dict.fromkeys(_names(told), folder))
+            written = self._write_values(plan, planner, folder, places.rank)
+            written += self._write_tensors(plan, planner, dict.fromkeys(_names(places), folder))
         else:
             written = self._send(plan, planner, own)
         future: Future = Future()
@@ -256,17 +256,17 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
 
     def _send(self, plan: SavePlan, planner: SavePlanner, own: OwnFiles) -> list[Any]:
         """Write this rank's items to staged files, and upload the files that it alone writes."""
-        told: RankPlaces = plan.storage_data
-        folder = own.folder_of(told.rank)
+        places: RankPlaces = plan.storage_data
+        folder = own.folder_of(places.rank)
         try:
             with own.begin(folder) as upload:
-                folders = dict.fromkeys(_names(told) - own.names, Path(told.folder))
+                folders = dict.fromkeys(_names(places) - own.names, Path(places.folder))
                 written = self._write_tensors(plan, planner, folders, upload)
                 upload.finish()
         finally:
             with translate_os_errors("delete staged files", folder):
                 remove_folder(folder)
-        return self._write_values(plan, planner, None, told.rank) + written
+        return self._write_values(plan, planner, None, places.rank) + written
 
     def _write_values(
         self, plan: SavePlan, planner: SavePlanner, folder: Path | None, rank: int
@@ -287,12 +287,12 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
                 file = stack.enter_context((folder / name).open("wb"))
             for item in items:
                 content = planner.resolve_data(item).getbuffer()
-                told = WrittenItem(name, at, content.nbytes)
+                written_item = WrittenItem(name, at, content.nbytes)
                 if file is not None:
                     file.write(content)
                 else:
-                    told = dataclasses.replace(told, content=bytes(content))
-                written.append(storage.WriteResult(item.index, content.nbytes, told))
+                    written_item = dataclasses.replace(written_item, content=bytes(content))
+                written.append(storage.WriteResult(item.index, content.nbytes, written_item))
                 at += content.nbytes
             if file is not None:
                 file.flush()
@@ -308,15 +308,15 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         upload: RankUpload | None = None,
     ) -> list[Any]:
         """Write the boxes of tensors into files in their folders, or into those of `upload`."""
-        told: RankPlaces = plan.storage_data
-        sizes = {one.file: one.file_bytes for one in told.places if one is not None}
+        places: RankPlaces = plan.storage_data
+        sizes = {place.file: place.file_bytes for place in places.places if place is not None}
         targets: OpenFiles[TargetFile] = OpenFiles(
             lambda name: TargetFile(folders[name] / name, sizes[name])
         )
 
         def tasks() -> Iterator[_TensorWrite]:
             # A planner may allocate a tensor on request: ask it late, in a single thread.
-            for item, place in zip(plan.items, told.places, strict=True):
+            for item, place in zip(plan.items, places.places, strict=True):
                 if item.type != WriteItemType.BYTE_IO:
                     own = None if place is None or place.file in folders else upload
                     yield _TensorWrite(item, place, planner.resolve_data(item).detach(), own)
@@ -325,7 +325,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         buffer = partial(AlignedBuffer, 0)
         try:
             written = [*run_in_threads(tasks(), work, buffer, self.thread_count)]
-            if self.sync_files and told.own_files is None:
+            if self.sync_files and places.own_files is None:
                 for target in targets:
                     target.sync()
         finally:
@@ -343,23 +343,23 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             raise UsageError("finish() before prepare_global_plan(); a save calls both")
         folder = save.folder
         written = {result.index: result.storage_data for rank in results for result in rank}
-        checksums = RangeChecksums({one.stored.name: one.checked_ranges for one in save.files})
-        for told in written.values():
-            if told.crc32 is not None:
-                checksums.contribute(told.file, told.start_bytes, told.crc32, told.size_bytes)
+        checksums = RangeChecksums({file.stored.name: file.checked_ranges for file in save.files})
+        for item in written.values():
+            if item.crc32 is not None:
+                checksums.contribute(item.file, item.start_bytes, item.crc32, item.size_bytes)
         # 1. Values that are not tensors: in the ranks' files, or sent with the ranks' results.
         items, extra = {}, {}
         contents: dict[str, bytes] = {}
         for rank, found in enumerate(results):
             for result in found:
-                one: WrittenItem = result.storage_data
+                value: WrittenItem = result.storage_data
                 if result.index.fqn not in write_plan.tensors:
-                    place = FileRange(one.file, one.start_bytes)
+                    place = FileRange(value.file, value.start_bytes)
                     name = result.index.fqn
-                    items[name] = StoredItem(name, place, one.size_bytes, rank)
-                    extra[one.file] = rank
-                    if one.content is not None:
-                        contents[one.file] = contents.get(one.file, b"") + one.content
+                    items[name] = StoredItem(name, place, value.size_bytes, rank)
+                    extra[value.file] = rank
+                    if value.content is not None:
+                        contents[value.file] = contents.get(value.file, b"") + value.content
         write_plan = dataclasses.replace(
             write_plan, items=items, paths=as_paths(metadata.planner_data)
         )
@@ -382,7 +382,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             for name, rank in extra.items():
                 files.append(StoredFile(name, (folder / name).stat().st_size, rank))
             digests = {
-                index.fqn: one.digest for index, one in written.items() if one.digest is not None
+                index.fqn: item.digest for index, item in written.items() if item.digest is not None
             }
             manifest = manifest_of(
                 write_plan.format,
@@ -427,9 +427,9 @@ def _as_target(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _names(told: RankPlaces) -> set[str]:
+def _names(places: RankPlaces) -> set[str]:
     """Return the files that a rank writes to."""
-    return {one.file for one in told.places if one is not None}
+    return {place.file for place in places.places if place is not None}
 
 
 def _find_checksum(checksums: RangeChecksums, file: str, start_bytes: int, size_bytes: int) -> int:
@@ -469,12 +469,12 @@ def _write_box(task: _TensorWrite, memory: AlignedBuffer, *, targets: OpenFiles[
             digests.append(block_digest(array.reshape(-1).view(np.uint8).data))
     size = tensor.numel() * itemsize
     digest = tensor_digest(digests) if is_whole else None
-    told = WrittenItem(
+    written = WrittenItem(
         place.file, place.start_bytes, size, checksum if place.is_checked else None, digest
     )
     if task.upload is not None and place.is_checked:
         task.upload.contribute(place.file, place.start_bytes, checksum, size)
-    return storage.WriteResult(item.index, size, told)
+    return storage.WriteResult(item.index, size, written)
 
 
 def _list_ranges(

@@ -233,8 +233,9 @@ def _list_sources(
         from reshard.checkpoint.formats.opening import open_checkpoint
 
         opened = open_checkpoint(folder)
-        return {name: (one.dtype.name, one.shape) for name, one in opened.tensors.items()}
-    return {name: (one.dtype.name, one.shape) for name, one in parse_sources(sources).items()}
+        return {name: (tensor.dtype.name, tensor.shape) for name, tensor in opened.tensors.items()}
+    parsed = parse_sources(sources)
+    return {name: (source.dtype.name, source.shape) for name, source in parsed.items()}
 
 
 def parse_sources(sources: Mapping[str, Any]) -> dict[str, SourceTensor]:
@@ -336,9 +337,7 @@ def write_cached(folder: Path, layout: EngineLayout, digest: str) -> None:
 def _version_key(version: str) -> list[tuple[int, int | str]]:
     """Return a sort key in which prereleases such as `rc` precede the release."""
     parts = re.findall(r"\d+|[a-z]+", version)
-    keys = [(2, int(part)) if part.isdigit() else (_rank_word(part), part) for part in parts]
+    # 0 for words of prereleases, 1 for the end of a version, 2 for numbers, 3 for post releases.
+    kinds = [2 if part.isdigit() else 3 if part == "post" else 0 for part in parts]
+    keys = [(k, int(part) if k == 2 else part) for k, part in zip(kinds, parts, strict=True)]
     return [*keys, (1, "")]
-
-
-def _rank_word(word: str) -> int:
-    return 3 if word == "post" else 0

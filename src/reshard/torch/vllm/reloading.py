@@ -145,6 +145,7 @@ def _find_whole(
     parameters: Iterable[ParameterLayout], sources: Mapping[str, SourceTensor]
 ) -> set[str]:
     """Return the sources of computed parameters, and of all that share a source with them."""
+    # The loader gets whole sources, and fills all parameters that take from them.
     pending = list(parameters)
     names: set[str] = set()
     grows = True
