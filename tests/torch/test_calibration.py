@@ -45,11 +45,11 @@ def test_the_command_writes_a_preset_that_loads(tmp_path: Path) -> None:
     assert "exists" not in ended[1].output
 
 
-def test_hosts_are_told_apart(tmp_path: Path) -> None:
+def test_links_within_and_between_hosts_are_measured(tmp_path: Path) -> None:
     expect_all_end_well(run_ranks("calibration_process.py", 4, "hosts", tmp_path))
 
 
-def test_hosts_have_as_many_ranks() -> None:
+def test_ranks_must_be_numbered_host_by_host() -> None:
     assert hosts_of(["a"]) == 1 and hosts_of(["b", "b", "a", "a", "c", "c"]) == 3
     for names in (["a", "b", "a", "b"], ["a", "a", "b"], ["a", "b", "b", "b"]):
         with pytest.raises(UsageError, match="numbered host by host"):
@@ -64,7 +64,7 @@ def by_name(cases: tuple[Case, ...]) -> dict[str, Case]:
     return found
 
 
-def test_cases_by_hand() -> None:
+def test_measurements_equal_those_counted_by_hand() -> None:
     # Four ranks with 1 MiB each: matrices of 1024 x 1024 float32, 256 rows a rank.
     cases = by_name(cases_of(1, 4, 1 << 20, ALL_KINDS))
     mib = 1 << 20
@@ -131,6 +131,8 @@ def test_cases_fit_any_job(hosts: int, ranks: int) -> None:
     ("arguments", "message"),
     [((1, 1, 1 << 20), "a job of 1 rank"), ((1, 2, SMALLEST_BYTES - 1), "at most 4095 bytes")],
 )
-def test_what_cannot_be_measured(arguments: tuple[int, int, int], message: str) -> None:
+def test_jobs_that_cannot_be_measured_are_refused(
+    arguments: tuple[int, int, int], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         cases_of(*arguments)

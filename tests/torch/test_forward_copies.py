@@ -57,7 +57,7 @@ def whole(shape: tuple[int, ...]) -> object:
     return Layout.replicated(shape)
 
 
-def test_values_of_parametrizations_are_made_anew() -> None:
+def test_values_of_parametrizations_are_computed_again() -> None:
     source, target = (parametrizations.weight_norm(linear(seed)) for seed in (1, 2))
     refit = Refit.prepare(source, target)
     with parametrize.cached():

@@ -61,7 +61,7 @@ def test_the_example_of_the_proposal() -> None:
     assert table(sent) == [(1, 0, 0, 0, 4), (1, 0, 12, 0, 2)]
 
 
-def test_partitions_are_dealt_by_ceil() -> None:
+def test_partitions_are_assigned_by_ceil() -> None:
     assert [list(owned_partitions(2, 3, rank)) for rank in range(3)] == [[0], [1], []]
     assert [list(owned_partitions(7, 3, rank)) for rank in range(3)] == [
         [0, 1, 2],
@@ -80,7 +80,7 @@ def test_every_partition_has_one_owner(partitions: int, ranks: int) -> None:
 
 @settings(max_examples=choose(45, 150))
 @given(matrices(), st.booleans(), st.integers(0, 1), st.permutations(range(5)))
-def test_every_element_comes_to_its_place(
+def test_every_element_is_transferred_to_its_index(
     matrix: list[list[int]], is_aligning: bool, dim: int, slots: list[int]
 ) -> None:
     """All ranks pack what they send, and unpack what they receive, knowing only their part."""

@@ -21,6 +21,6 @@ def test_without_transformers() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "two", True])
-def test_sizes_that_are_none(size: object) -> None:
+def test_invalid_sizes_are_refused(size: object) -> None:
     with pytest.raises(UsageError, match="tp"):
         layouts(CONFIG, tp=size)  # type: ignore[arg-type]

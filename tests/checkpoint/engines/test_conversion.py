@@ -102,7 +102,7 @@ def test_every_parameter_of_every_rank(family: str, text: str, tmp_path: Path) -
     assert (tmp_path / "out" / "config.json").exists()
 
 
-def test_a_source_that_is_cut_over_ranks(tmp_path: Path) -> None:
+def test_a_sharded_source_is_bound_part_by_part(tmp_path: Path) -> None:
     layout = recorded("qwen3-moe", "tp=2")
     write_checkpoint(tmp_path / "model", layout)
     rules = ["*_proj.weight=tp, -", "*=..."]

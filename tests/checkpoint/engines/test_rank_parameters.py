@@ -89,7 +89,7 @@ def test_parameters_of_a_rank(model: Path, number: int) -> None:
     check(checkpoint.load_parameters(model, engine(), number), number)
 
 
-def test_of_a_checkpoint_that_is_cut(model: Path, tmp_path: Path) -> None:
+def test_parameters_of_a_sharded_checkpoint(model: Path, tmp_path: Path) -> None:
     checkpoint.convert(
         model, tmp_path / "cut", to="tp=2", rules=["gate=tp, -", "up=-, tp", "*=..."]
     )

@@ -39,19 +39,19 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["RANK"] == "7" and "WORLD_SIZE" not in os.environ
 
 
-def test_an_engine_may_take_its_groups_down_itself() -> None:
+def test_an_engine_may_destroy_its_groups_itself() -> None:
     with fake_rank(0, 2):
         dist.destroy_process_group()
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0), (0.5, 2), ("0", 2)])
-def test_ranks_that_are_not_there(rank: int, ranks: int) -> None:
+def test_ranks_out_of_range_are_refused(rank: int, ranks: int) -> None:
     with pytest.raises(UsageError, match="rank"), fake_rank(rank, ranks):
         pass
 
 
-def test_a_process_of_a_job_pretends_nothing() -> None:
+def test_a_process_of_a_running_job_cannot_act_as_another_rank() -> None:
     with (
         fake_rank(0, 2),
         pytest.raises(UsageError, match="running job already"),

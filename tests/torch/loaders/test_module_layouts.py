@@ -70,7 +70,7 @@ CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (3, 1), (2, 2), (2, 3), (3, 2)])
-def test_every_rank_has_what_chunks_of_chunks_give(dp: int, tp: int) -> None:
+def test_shards_on_two_mesh_axes_are_chunks_of_chunks(dp: int, tp: int) -> None:
     found = module_layouts(lambda rank: parallelize(rank, dp, tp), DeviceMesh.of(dp=dp, tp=tp))
     wholes = {
         name: torch.arange(float(tensor.numel())).reshape(tensor.shape)
@@ -98,7 +98,7 @@ def test_every_rank_has_what_chunks_of_chunks_give(dp: int, tp: int) -> None:
         assert held.all(), name
 
 
-def test_tied_parameters_and_what_a_stage_has_not() -> None:
+def test_tied_parameters_and_sources_of_other_stages_are_listed() -> None:
     def build(rank: int) -> dict[str, torch.Tensor]:
         weight = torch.empty(4, 3)
         return {"embed": weight, "head": weight} if rank == 0 else {"norm": torch.empty(3)}
@@ -194,6 +194,8 @@ def wrong(entry: Any) -> Any:
         ),
     ],
 )
-def test_what_is_no_model(build: Any, error: type[Exception], message: str) -> None:
+def test_builds_that_return_no_model_are_refused(
+    build: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         module_layouts(build, DeviceMesh.of(tp=2))

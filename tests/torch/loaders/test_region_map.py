@@ -75,7 +75,7 @@ def maps(draw: st.DrawFn) -> tuple[RegionMap, np.ndarray]:  # type: ignore[type-
 
 
 @given(maps())
-def test_maps_follow_what_is_done_to_arrays(given_maps: tuple[RegionMap, np.ndarray]) -> None:  # type: ignore[type-arg]
+def test_maps_change_as_arrays_do(given_maps: tuple[RegionMap, np.ndarray]) -> None:  # type: ignore[type-arg]
     one, array = given_maps
     assert one.shape == array.shape
     assert (spread(one) == array).all()
@@ -85,7 +85,7 @@ def test_maps_follow_what_is_done_to_arrays(given_maps: tuple[RegionMap, np.ndar
 
 
 @given(st.lists(st.integers(-3, 9), max_size=12))
-def test_progressions_are_the_numbers(numbers: list[int]) -> None:
+def test_progressions_have_the_numbers_in_order(numbers: list[int]) -> None:
     found = find_progressions(numbers)
     listed = [first + i * step for _, first, step, count in found for i in range(count)]
     assert listed == numbers
@@ -94,7 +94,7 @@ def test_progressions_are_the_numbers(numbers: list[int]) -> None:
     ]
 
 
-def test_slices_that_were_written_one_by_one_are_one_region() -> None:
+def test_slices_written_in_turn_are_merged() -> None:
     rows = RegionMap.of((4, 6), CopyOf(0), 0, (6, 1))
     cut = concatenate([rows.narrow(0, i, i + 1) for i in range(4)], 0)
     assert cut.coalesce() == rows

@@ -239,7 +239,7 @@ def test_a_padded_vocabulary() -> None:
     assert [(one.box.start, one.value) for one in traced["head"].constants] == [((4, 0), 3.0)]
 
 
-def test_what_is_computed_is_no_copy() -> None:
+def test_computed_elements_are_not_copies() -> None:
     sources: Sources = {
         "A_log": ("float32", (8,)),
         "norm": ("float32", (HIDDEN,)),
@@ -295,7 +295,7 @@ def test_chains_of_new_tensors() -> None:
     assert {one.view.strides[0] for one in traced["v"].pieces} == {0}
 
 
-def test_indices_that_are_known() -> None:
+def test_known_indices_are_traced() -> None:
     sources: Sources = {"w": ("float32", (8, 4)), "v": ("float32", (3, 4))}
 
     def load(model: Any, weights: Pairs) -> None:
@@ -330,7 +330,7 @@ def test_the_last_write_counts() -> None:
     assert {one.source for one in traced["w"].pieces} == {"a", "b", "c"}
 
 
-def test_what_is_not_filled_is_listed() -> None:
+def test_unfilled_elements_are_listed() -> None:
     def load(model: Any, weights: Pairs) -> None:
         for name, weight in weights:
             if name == "a":
@@ -371,7 +371,7 @@ def test_a_module_that_loads_a_state_dict_with_a_hook() -> None:
     assert traced["norm.running_mean"].is_copied
 
 
-def test_parameters_that_are_replaced() -> None:
+def test_replaced_parameters_are_traced() -> None:
     sources: Sources = {"weight": ("bfloat16", (4, 6)), "bias": ("bfloat16", (4,))}
 
     def make() -> torch.nn.Module:
@@ -455,7 +455,7 @@ def test_a_dict_of_tensors_that_share_memory() -> None:
         trace_loading(lambda w: None, {"w": ("float32", (4,))}, views, values=True)
 
 
-def test_bits_that_count_as_another_type() -> None:
+def test_bits_reinterpreted_as_another_type_are_copies() -> None:
     targets = {
         "scale": torch.empty(4, dtype=torch.float8_e4m3fn, device="meta"),
         "wide": torch.empty(2, dtype=torch.int16, device="meta"),
@@ -472,7 +472,7 @@ def test_bits_that_count_as_another_type() -> None:
 
 
 @pytest.mark.parametrize("look", ["item", "tolist", "numpy", "bool", "nonzero"])
-def test_a_loader_that_looks_at_values(look: str) -> None:
+def test_a_loader_that_reads_values_is_traced_by_values(look: str) -> None:
     with torch.device("meta"):
         model = holder(w=(4, 4))()
 
@@ -521,7 +521,7 @@ def test_values_are_never_rounded() -> None:
     assert (piece.view.offset, piece.view.strides) == (4, (8, 1))
 
 
-def test_what_goes_around_the_operators_is_found_by_values() -> None:
+def test_copies_that_bypass_the_dispatcher_are_found_by_values() -> None:
     with torch.device("meta"):
         model = holder(w=(4,), v=(4,))()
 
@@ -551,7 +551,7 @@ def test_devices_do_not_matter() -> None:
     assert not real.w.any()
 
 
-def test_a_loader_that_raises() -> None:
+def test_errors_of_a_loader_are_reported() -> None:
     with torch.device("meta"):
         model = holder(w=(4,))()
 
@@ -565,7 +565,7 @@ def test_a_loader_that_raises() -> None:
     assert model.w is before and model.w.shape == (4,)
 
 
-def test_a_loader_that_writes_to_its_sources() -> None:
+def test_writes_to_sources_are_noted() -> None:
     def load(model: Any, weights: Pairs) -> None:
         given = dict(weights)
         given["a"][0].copy_(given["b"])
@@ -588,7 +588,7 @@ def test_wrong_shapes_are_the_loader_s_error() -> None:
         trace_loading(lambda w: real.w.data.copy_(dict(w)["w"]), {"w": ("float32", (3,))}, real)
 
 
-def test_arguments_of_other_kinds() -> None:
+def test_arguments_of_wrong_types_are_refused() -> None:
     model = holder(w=(4,))()
     sources = {"w": ("float32", (4,))}
     with pytest.raises(UsageError, match="give a function"):

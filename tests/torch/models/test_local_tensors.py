@@ -27,7 +27,7 @@ SPANS = st.lists(
 
 
 @given(SPANS, SPANS)
-def test_memory_is_apart_where_no_target_reaches_into_anything(
+def test_memory_is_disjoint_if_no_target_overlaps_anything(
     sources: list[tuple[str, int, int, str]], targets: list[tuple[str, int, int, str]]
 ) -> None:
     pairs = [*itertools.combinations(targets, 2), *itertools.product(sources, targets)]
@@ -48,7 +48,7 @@ def read(values: list[object]) -> ParameterColumns:
     return found
 
 
-def test_tensors_that_are_alike_have_one_look() -> None:
+def test_tensors_of_equal_properties_share_a_signature() -> None:
     found = read([torch.zeros(4, 2), torch.ones(4, 2), (torch.zeros(4, 2), WHOLE), (None, WHOLE)])
     assert found.numbers == [0, 0, 1, 2]
     assert [signature.cut for signature in found.list_signatures()] == [None, WHOLE, WHOLE]
@@ -69,7 +69,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 @pytest.mark.parametrize("has_layout", [False, True])
-def test_a_tensor_that_changed_is_read_anew(
+def test_changed_tensors_are_read_again(
     change: Callable[[torch.Tensor], object], has_layout: bool
 ) -> None:
     tensor = torch.zeros(4, 2)
@@ -82,7 +82,7 @@ def test_a_tensor_that_changed_is_read_anew(
     assert columns.is_unchanged(values) == is_marked
 
 
-def test_other_objects_are_read_anew() -> None:
+def test_other_objects_are_read_again() -> None:
     tensor, layout = torch.zeros(4, 2), WHOLE
     columns = read([(tensor, layout)])
     assert not columns.is_unchanged([(tensor, layout)])
@@ -90,7 +90,7 @@ def test_other_objects_are_read_anew() -> None:
     assert not columns.is_unchanged([])
 
 
-def test_what_is_conjugate_or_negative_since_is_read_anew() -> None:
+def test_tensors_that_became_conjugate_or_negative_are_read_again() -> None:
     tensor = torch.zeros(2, dtype=torch.complex64)
     columns = read([tensor])
     assert columns.is_unchanged([tensor])
@@ -102,7 +102,7 @@ def test_what_is_conjugate_or_negative_since_is_read_anew() -> None:
     assert not columns.is_unchanged([part])
 
 
-def test_a_dtensor_whose_part_or_cut_is_another_is_read_anew() -> None:
+def test_dtensors_of_other_parts_or_placements_are_read_again() -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

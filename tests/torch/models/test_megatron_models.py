@@ -33,7 +33,7 @@ def test_numbers_have_the_names_of_config_json() -> None:
     assert found is not None and found.is_tied
 
 
-def test_what_somebody_gives_is_checked() -> None:
+def test_given_configs_are_validated() -> None:
     given = {"model_type": "qwen3", "num_key_value_heads": 2, "vocab_size": 30, "rope": {"a": 1}}
     # As transformers has it.
     found = read_config(MegatronModel(chunk(), config=SimpleNamespace(to_dict=lambda: given)))
@@ -68,7 +68,9 @@ def test_modules_without_a_config() -> None:
         ({"attention_output_gate": True}, "queries have gates"),
     ],
 )
-def test_weights_that_mean_something_else(config: dict[str, Any], told: str) -> None:
+def test_settings_that_change_the_meaning_of_weights_are_listed(
+    config: dict[str, Any], told: str
+) -> None:
     found = read_config(MegatronModel(chunk(**config)))
     assert found is not None
     (one,) = found.unlike
@@ -102,7 +104,7 @@ def test_each_expert_multiplies_as_the_grouped_layer_does() -> None:
     assert not second.any()
 
 
-def test_other_tensors_are_left() -> None:
+def test_tensors_that_are_not_grouped_are_not_split() -> None:
     square = torch.ones(6, 6)
     assert split_grouped("mlp.experts.linear_fc1.weight1", square, 3, False) is None
     assert split_grouped("mlp.experts.weight1", square, 0, False) is None
@@ -139,6 +141,6 @@ def test_gates_are_found_by_the_config_of_their_module(says: object) -> None:
         {"true_length": 11},
     ],
 )
-def test_what_says_how_it_is_cut_is_cut_so(says: dict[str, object]) -> None:
+def test_parameters_that_state_their_sharding_are_unchanged(says: dict[str, object]) -> None:
     one = LocalParameter((12, 4), **{"tensor_model_parallel": bool(says), **says})  # type: ignore[arg-type]
     assert mark_gated(one) == one

@@ -89,7 +89,7 @@ def test_ranks_of_several_layouts_have_each_a_copy() -> None:
     )
 
 
-def test_what_is_no_copy_is_not_united() -> None:
+def test_layouts_that_are_not_replicas_are_not_merged() -> None:
     mesh = reshard.DeviceMesh.of(x=2)
     partial = reshard.spec(mesh, "-, - | sum(x)").layout((5, 4))
     assert merge_layouts([ROWS, COLUMNS]) is None
@@ -116,7 +116,7 @@ def test_an_alias_is_filled_by_the_other_name() -> None:
     assert (found["h"].layout.holders, problems) == ((1,), [])
 
 
-def test_of_sources_that_are_one_tensor_either_may_serve() -> None:
+def test_any_name_of_a_tied_source_fills_a_target() -> None:
     tied = Entry("h", "int8", (3, 4), ROWS, alias_of="e")
     there = [Entry("e", "int8", (3, 4), ROWS), tied]
     own = [Entry("e", "int8", (2, 4), ROWS), Entry("h", "int8", (2, 4), ROWS)]
@@ -139,13 +139,13 @@ def test_of_sources_that_are_one_tensor_either_may_serve() -> None:
     ]
 
 
-def test_a_rank_that_has_none_may_describe_it() -> None:
+def test_a_rank_without_a_part_may_describe_the_tensor() -> None:
     whole = Layout.whole((5, 4), [1], 2)
     listed = [[Entry("w", None, None, whole)], [Entry("w", "int8", (5, 4), whole)]]
     assert assemble_tensors(manifests(*listed), "source") == ({"w": ModelTensor("int8", whole)}, [])
 
 
-def test_plain_tensors_are_whole_where_they_are() -> None:
+def test_plain_tensors_are_replicated_on_ranks_that_have_them() -> None:
     held, problems = assemble_tensors(manifests([], [Entry("b", "int8", (3,))], []), "target")
     assert not problems
     assert held["b"].layout is Layout.whole((3,), [1], 2)
@@ -203,11 +203,11 @@ def test_plain_tensors_are_whole_where_they_are() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_told(entries: list[list[Entry]], told: str) -> None:
+def test_mismatches_are_reported(entries: list[list[Entry]], told: str) -> None:
     assert problems_of(*entries) == [told]
 
 
-def test_a_rank_that_has_none_may_call_it_otherwise() -> None:
+def test_a_rank_without_a_part_may_use_another_name() -> None:
     whole = Layout.whole((5, 4), [1], 2)
     described = Entry("w", None, None, whole, own_name="x")
     has = Entry("w", "int8", (5, 4), whole, own_name="y")
@@ -254,7 +254,7 @@ def matched(source: Any, target: Any, **options: Any) -> tuple[list[Any], list[s
     return match_tensors(source, target, **chosen)
 
 
-def test_all_that_does_not_fit_is_told_at_once() -> None:
+def test_all_mismatches_are_reported_at_once() -> None:
     source = {"a": held(), "b": held(), "d": held(), "left": held()}
     target = {
         "a": held(layout=COLUMNS),
@@ -290,7 +290,7 @@ def test_casts(cast: Any, travels: str) -> None:
     assert [one.dtype for one in found] + problems == [travels]
 
 
-def test_the_narrower_type_travels() -> None:
+def test_the_narrower_type_is_sent() -> None:
     types = {"bfloat16": "bfloat16", "float64": "float32", "int32": "int32", "float32": "float32"}
     for target, travels in types.items():
         found, _ = matched({"w": held()}, {"w": held(target)}, cast=True)
@@ -331,14 +331,14 @@ def test_ties() -> None:
         find_source_name("a", {}, {"a": "b", "b": "a"})
 
 
-def test_what_a_transform_makes_needs_no_source() -> None:
+def test_results_of_a_transform_need_no_source() -> None:
     target = {"w": held("float8_e4m3fn"), "w_scale_inv": held()}
     found, problems = matched({"w": held("bfloat16")}, target, transforms={"w": BlockQuantized()})
     assert not problems
     assert [(one.name, one.dtype, one.is_transformed) for one in found] == [("w", "bfloat16", True)]
 
 
-def test_names_that_are_no_names() -> None:
+def test_invalid_names_are_refused() -> None:
     with pytest.raises(UsageError, match="'w' became 3"):
         renamed("w", lambda name: 3)  # type: ignore[arg-type, return-value]
     with pytest.raises(UsageError, match="more `\\*` than the pattern"):
@@ -386,7 +386,7 @@ def test_batches_of_transformed_tensors() -> None:
         _ = plan_of(1, 95).batches
 
 
-def test_a_part_survives_its_journey() -> None:
+def test_parts_of_a_plan_are_equal_after_pickling() -> None:
     plan = plan_of(2, 1 << 20)
     for rank in range(2):
         part = plan.part(rank)
@@ -441,7 +441,7 @@ def read_again(manifest: ModelManifest) -> ModelManifest:
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS)
-def test_what_is_read_is_what_was_written(manifest: ModelManifest) -> None:
+def test_manifests_round_trip(manifest: ModelManifest) -> None:
     found = read_again(manifest)
     assert found == manifest
     for mine, its in zip(found.entries, manifest.entries, strict=True):
@@ -464,7 +464,7 @@ def test_ranks_of_equal_names_have_one_list_of_them() -> None:
     assert found[0][0].columns.name_columns is found[1][0].columns.name_columns
 
 
-def test_layers_that_are_alike_are_written_once() -> None:
+def test_equal_layers_are_written_once() -> None:
     layout = SPEC.layout((4096, 4096))
     names_of = [f"layers.{i}.up" for i in range(900)]
     kind = Entry("", "bfloat16", (2048, 4096), layout, spec=SPEC)
@@ -505,13 +505,13 @@ def test_invalid_manifests_are_refused(change: dict[str, Any], told: str) -> Non
         read_manifest(json.dumps(manifest), read_names(json.dumps(names)))
 
 
-def test_text_that_is_no_document() -> None:
+def test_other_text_is_refused() -> None:
     with pytest.raises(NotationError, match="not JSON"):
         read_manifest("\x80\x04K\x01.", NameColumns())
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS[1:])
-def test_whatever_is_said_is_read_or_refused(manifest: ModelManifest) -> None:
+def test_random_documents_are_read_or_refused(manifest: ModelManifest) -> None:
     draw = random.Random(7)
     junk: list[Any] = [None, True, -1, 1 << 62, 1.5, "x", [], [[]], {}, {"a": 1}, [1, 2, 3]]
 

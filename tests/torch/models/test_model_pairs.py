@@ -69,12 +69,12 @@ def test_stacks_of_the_other_side_are_the_same_experts() -> None:
         ({"model_type": "qwen3"}, {}, "num_attention_heads"),
     ],
 )
-def test_what_says_too_little(config: Any, numbers: Any, told: str) -> None:
+def test_configs_that_lack_numbers_are_refused(config: Any, numbers: Any, told: str) -> None:
     with pytest.raises((UsageError, RecipeError), match=told):
         find_hub_names(config, numbers, [])
 
 
-def test_names_of_megatron_itself() -> None:
+def test_megatrons_own_names_are_recognized() -> None:
     assert are_megatron_names([name_pattern("decoder.layers.3.mlp.linear_fc1.weight")])
     assert not are_megatron_names(
         [name_pattern("model.decoder.layers.3.fc1.weight"), "lm_head.weight"]

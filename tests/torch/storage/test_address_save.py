@@ -125,7 +125,7 @@ def test_parts_are_sent_while_others_are_written(server: BucketServer) -> None:
     expect_loaded(state)
 
 
-def test_what_fails_leaves_the_old_one(server: BucketServer, tmp_path: Path) -> None:
+def test_a_failed_save_leaves_the_old_checkpoint(server: BucketServer, tmp_path: Path) -> None:
     save(make_state())
     before = server.objects
 
@@ -148,9 +148,7 @@ def test_what_fails_leaves_the_old_one(server: BucketServer, tmp_path: Path) -> 
     assert not staged(tmp_path / "cache")
 
 
-def test_what_fails_while_it_is_put_in_place_is_not_read(
-    server: BucketServer, tmp_path: Path
-) -> None:
+def test_a_save_that_fails_at_the_commit_is_not_read(server: BucketServer, tmp_path: Path) -> None:
     save(make_state())
 
     def refuse(number: int, request: Request) -> int | None:
@@ -198,7 +196,7 @@ def test_clean_removes_what_a_save_left(server: BucketServer, tmp_path: Path) ->
     assert not staged(tmp_path / "cache")
 
 
-def test_a_part_that_is_lost_is_noticed(server: BucketServer) -> None:
+def test_a_lost_part_is_an_error(server: BucketServer) -> None:
     put_part = s3.S3Target.put_part
 
     def lose(self: Any, key: str, upload: str, part: int, body: Any) -> None:
@@ -212,7 +210,7 @@ def test_a_part_that_is_lost_is_noticed(server: BucketServer) -> None:
     assert not any("/.reshard/" not in key for key in server.objects)
 
 
-def test_what_is_no_part_of_the_old_checkpoint_stays(server: BucketServer) -> None:
+def test_files_outside_the_old_checkpoint_stay(server: BucketServer) -> None:
     save(make_state(1))
     server.client.put_object(Bucket=BUCKET, Key="run/step-1/notes/data.csv", Body=b"precious")
     server.client.put_object(Bucket=BUCKET, Key="run/step-1/old.distcp", Body=b"of a checkpoint")
@@ -221,7 +219,7 @@ def test_what_is_no_part_of_the_old_checkpoint_stays(server: BucketServer) -> No
     assert "run/step-1/old.distcp" not in server.objects
 
 
-def test_one_that_is_there_is_not_replaced(server: BucketServer) -> None:
+def test_an_existing_checkpoint_is_not_replaced(server: BucketServer) -> None:
     save(make_state())
     with pytest.raises(CheckpointException, match="the target exists"):
         save(make_state(1), overwrite=False)
@@ -254,7 +252,7 @@ def test_ranks_of_several_hosts_write_no_common_file(server: BucketServer, tmp_p
     ("address", "told"),
     [("hf://org/model", "can only be read"), (f"s3://{BUCKET}", "a whole bucket")],
 )
-def test_addresses_that_cannot_be(address: str, told: str) -> None:
+def test_invalid_addresses_are_refused(address: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         StorageWriter(address)
     assert not StorageWriter.validate_checkpoint_id(address)

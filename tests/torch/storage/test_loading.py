@@ -136,7 +136,7 @@ def test_a_module_with_buffers(tmp_path: Path) -> None:
         assert torch.equal(value, wanted[name])
 
 
-def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
+def test_all_mismatches_of_a_load_are_one_error(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", WHOLE)
     state = {
         "w": torch.zeros(13, 5),
@@ -155,7 +155,7 @@ def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
     assert torch.equal(state["b"], torch.full((10,), 7))
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_tensors_that_cannot_be_written_are_reported(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", WHOLE)
     state = {
         "w": torch.zeros(13, 6, device="meta"),
@@ -173,7 +173,7 @@ def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert state["s"] == 0
 
 
-def test_what_is_no_model_and_no_number_of_threads(tmp_path: Path) -> None:
+def test_invalid_models_and_numbers_of_threads_are_refused(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", WHOLE)
     for target in (None, 3, [torch.zeros(1)]):
         with pytest.raises(UsageError, match="a model of type"):
@@ -197,7 +197,7 @@ def test_a_compiled_module_and_autograd(tmp_path: Path) -> None:
     assert model.weight._version > version
 
 
-def test_names_of_the_checkpoint_may_be_left(tmp_path: Path) -> None:
+def test_names_only_in_the_checkpoint_may_be_ignored(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", WHOLE)
     state = {"b": torch.zeros(10, dtype=torch.int64)}
     report = reshard.torch.load(tmp_path, state, strict=False)
@@ -271,7 +271,7 @@ def test_several_models_and_layers_are_not_guessed(tmp_path: Path) -> None:
         assert reshard.torch.load(chosen, model).tensors == 2
 
 
-def test_other_names_are_one_line(tmp_path: Path) -> None:
+def test_many_other_names_are_summarized(tmp_path: Path) -> None:
     stored = {f"decoder.{number}.w": torch.ones(2) for number in range(30)}
     save_torch(stored, tmp_path / "m.safetensors")
     target = {f"model.layers.{number}.w": torch.zeros(2) for number in range(30)}

@@ -111,7 +111,7 @@ def test_an_old_checkpoint_stays_where_the_second_rename_is_refused(
     assert name_in(target) == "old"
 
 
-def test_two_files_that_are_one_on_the_file_system(tmp_path: Path) -> None:
+def test_names_equal_on_the_file_system_are_refused(tmp_path: Path) -> None:
     """As of names that differ by case, on most disks of Macs."""
     files = [SimpleNamespace(stored=SimpleNamespace(name="w", size_bytes=0), known_bytes=list)] * 2
     with pytest.raises(RunError, match="is the file of another name already"):
@@ -181,7 +181,7 @@ def write_part(upload: RankUpload, file: NewFile, start: int, content: bytes, si
 
 
 @pytest.mark.parametrize("piece_bytes", [7, 1 << 12, 1 << 20])
-def test_parts_go_when_they_are_whole(tmp_path: Path, piece_bytes: int) -> None:
+def test_parts_are_uploaded_when_they_are_complete(tmp_path: Path, piece_bytes: int) -> None:
     file = archives()
     elements = {start: os.urandom(size) for start, size in file.checked_ranges}
     (first, one), (second, two) = elements.items()
@@ -218,7 +218,7 @@ def test_a_range_of_several_boxes(tmp_path: Path) -> None:
     assert b"".join(sent.parts[part] for part in sorted(sent.parts)) == expected(file, elements)
 
 
-def test_space_is_given_back(tmp_path: Path) -> None:
+def test_space_of_uploaded_parts_is_released(tmp_path: Path) -> None:
     file = NewFile(StoredFile("a", 64 * PART_BYTES, 0))
     path = tmp_path / "rank-0" / "a"
     sent, upload = begin_upload(tmp_path, [file])
@@ -231,7 +231,7 @@ def test_space_is_given_back(tmp_path: Path) -> None:
     assert len(sent.parts) == 64
 
 
-def test_what_nobody_writes_is_sent_at_the_end(tmp_path: Path) -> None:
+def test_unwritten_parts_are_uploaded_at_the_end(tmp_path: Path) -> None:
     file = NewFile(StoredFile("a", 3 * PART_BYTES, 0), b"head")
     empty = NewFile(StoredFile("b", 0, 0))
     sent, upload = begin_upload(tmp_path, [file, empty])
@@ -244,7 +244,7 @@ def test_what_nobody_writes_is_sent_at_the_end(tmp_path: Path) -> None:
     assert sent.parts[2] == bytes(PART_BYTES)
 
 
-def test_a_store_that_refuses_ends_the_writing(tmp_path: Path) -> None:
+def test_errors_of_the_store_end_the_save(tmp_path: Path) -> None:
     file = NewFile(StoredFile("a", 3 * PART_BYTES, 0))
     sent, upload = begin_upload(tmp_path, [file])
     sent.is_refusing = True
@@ -257,7 +257,7 @@ def test_a_store_that_refuses_ends_the_writing(tmp_path: Path) -> None:
     assert sent.is_closed
 
 
-def test_a_range_that_is_written_twice(tmp_path: Path) -> None:
+def test_a_range_written_twice_is_an_error(tmp_path: Path) -> None:
     file = NewFile(StoredFile("a", 3 * PART_BYTES, 0))
     _, upload = begin_upload(tmp_path, [file])
     with upload:
@@ -266,7 +266,7 @@ def test_a_range_that_is_written_twice(tmp_path: Path) -> None:
             write_part(upload, file, 0, bytes(PART_BYTES), PART_BYTES)
 
 
-def test_a_range_that_is_not_written(tmp_path: Path) -> None:
+def test_a_range_not_written_is_an_error(tmp_path: Path) -> None:
     file = archives()
     sent, upload = begin_upload(tmp_path, [file])
     with upload:

@@ -108,7 +108,7 @@ def test_other_packages_read_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_checkpoint_that_is_there(tmp_path: Path, format: str) -> None:
+def test_an_existing_checkpoint_is_replaced_or_refused(tmp_path: Path, format: str) -> None:
     save({"old": torch.ones(3)}, StorageWriter(tmp_path / "a", format=format))
     (tmp_path / "a" / "config.json").write_text("{}")
     (tmp_path / "a" / "other").mkdir()
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_is_there(tmp_path: Path, format: str) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_folder_that_is_there(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_kept(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes.txt").write_text("kept")
     save(made(), StorageWriter(tmp_path / "a", overwrite=False))
@@ -132,7 +132,7 @@ def test_a_folder_that_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_save_that_fails_leaves_what_was_there(
+def test_a_failed_save_leaves_the_folder_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
     if is_there:
@@ -188,7 +188,7 @@ def test_another_place_by_its_id(tmp_path: Path) -> None:
     assert writer.checkpoint_id == tmp_path / "b" and writer.save_id != first
 
 
-def test_values_where_there_is_no_place_for_them(tmp_path: Path) -> None:
+def test_values_that_a_format_cannot_store_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointException, match="'lr', 'step' are no tensors, and safetensors has no"
     ):
@@ -196,7 +196,7 @@ def test_values_where_there_is_no_place_for_them(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_plans_that_are_left_out(tmp_path: Path) -> None:
+def test_cached_plans_are_refused(tmp_path: Path) -> None:
     state = {"w": torch.ones(2)}
     planner = DefaultSavePlanner(enable_plan_caching=True)
     save(state, StorageWriter(tmp_path / "a"), planner=planner)
@@ -204,7 +204,7 @@ def test_plans_that_are_left_out(tmp_path: Path) -> None:
         save(state, StorageWriter(tmp_path / "b"), planner=planner)
 
 
-def test_ranks_that_do_not_talk(tmp_path: Path) -> None:
+def test_saves_without_collectives_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="use_collectives=False"):
         StorageWriter(tmp_path / "a").set_up_storage_writer(True, rank=0, use_collectives=False)
 

@@ -32,7 +32,7 @@ def test_ranks_and_mesh() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 0}, {"tp": 4, "ep": 2}, {"dp": True}])
-def test_sizes_that_vllm_has_not(sizes: dict[str, int]) -> None:
+def test_sizes_that_vllm_lacks_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(UsageError):
         VllmParallelism(**sizes)
 
@@ -40,7 +40,7 @@ def test_sizes_that_vllm_has_not(sizes: dict[str, int]) -> None:
 GOLDEN = Path(__file__).parents[2] / "golden" / "engines" / "vllm"
 
 
-def test_a_kept_layout_needs_no_engine(tmp_path: Path) -> None:
+def test_a_cached_layout_needs_no_engine(tmp_path: Path) -> None:
     record = json.loads((GOLDEN / "llama.json").read_text())
     model = tmp_path / "llama"
     model.mkdir()
@@ -59,7 +59,7 @@ def test_a_kept_layout_needs_no_engine(tmp_path: Path) -> None:
         layouts(model, tp=2, sources={"w": ("float32", (2,))}, cache=tmp_path)
 
 
-def test_what_is_no_model_is_said(tmp_path: Path) -> None:
+def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         layouts(tmp_path, tp=2)
     (tmp_path / "config.json").write_text("[")
@@ -72,7 +72,7 @@ def test_what_is_no_model_is_said(tmp_path: Path) -> None:
         layouts(tmp_path, sources={"w": ("float32", (2,))}, python=tmp_path / "python")
 
 
-def test_versions_are_in_order_and_what_cannot_be_read_is_none(tmp_path: Path) -> None:
+def test_versions_are_sorted_and_unreadable_layouts_are_ignored(tmp_path: Path) -> None:
     for version in ("0.9.2", "0.32.0", "0.32.0rc1", "0.32.0.post1"):
         path = cached_path(tmp_path, version, "abc")
         path.parent.mkdir(parents=True)
@@ -81,7 +81,7 @@ def test_versions_are_in_order_and_what_cannot_be_read_is_none(tmp_path: Path) -
     assert read_cached(tmp_path, "0.32.0", "abc") is None
 
 
-def test_where_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     monkeypatch.delenv("RESHARD_CACHE", raising=False)
     assert cache_folder() == Path("/cache/reshard")

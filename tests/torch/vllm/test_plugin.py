@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_rank_holds_what_its_loader_puts_there(folder: Path, rank: int, cut: bool) -> None:
+def test_a_rank_holds_the_values_of_its_loader(folder: Path, rank: int, cut: bool) -> None:
     from safetensors.torch import load_file
 
     right = RankModel(rank)
@@ -50,7 +50,7 @@ def test_a_rank_holds_what_its_loader_puts_there(folder: Path, rank: int, cut: b
     assert report.needed_bytes < 0.51 * whole
 
 
-def test_a_loader_that_refuses_says_why(folder: Path) -> None:
+def test_refusals_of_a_loader_are_reported(folder: Path) -> None:
     class Refusing(RankModel):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             raise KeyError("no parameter 'gate'")

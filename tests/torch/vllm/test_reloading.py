@@ -59,7 +59,7 @@ def fill(reloaded: ReloadedModel, seed: int = 0) -> dict[str, torch.Tensor]:
     return whole
 
 
-def test_what_has_several_names_is_filled_once_by_any() -> None:
+def test_tensors_of_several_names_are_filled_once() -> None:
     model = ServedModel()
     reloaded = ReloadedModel(model, None, kinds())
     whole = fill(reloaded)
@@ -70,7 +70,7 @@ def test_what_has_several_names_is_filled_once_by_any() -> None:
     assert torch.equal(model.experts.gate.weight, whole["router.weight"])
 
 
-def test_what_nothing_fills_is_said_by_name() -> None:
+def test_unfilled_parameters_are_named() -> None:
     some = kinds(["embed.weight", "experts.w"])
     with pytest.raises(ShardError, match=r"fills router.weight, norm.b of vLLM's .*strict"):
         ReloadedModel(ServedModel(), None, some)
@@ -82,7 +82,7 @@ def test_what_nothing_fills_is_said_by_name() -> None:
     assert torch.equal(model.experts.w, whole["experts.w"])
 
 
-def test_names_that_the_loader_does_not_know_are_converted() -> None:
+def test_unknown_names_are_converted_for_the_loader() -> None:
     def convert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name.removeprefix("model."): one.T for name, one in tensors.items()}
 
@@ -144,7 +144,7 @@ def test_experts_are_processed_once_however_vllm_does(
     assert "process_weights_after_loading" not in vars(method.moe_kernel.fused_experts)
 
 
-def test_a_model_that_cannot_be_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_vllm_cannot_reload_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.model_executor.model_loader.reload as reload
 
     def finalize(*_: Any) -> Iterator[None]:
@@ -205,7 +205,7 @@ def stage(load: Loader) -> tuple[StagedSources, dict[str, torch.Tensor], dict[st
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_parameters_are_what_the_loader_makes(case: str) -> None:
+def test_staged_parameters_equal_those_of_the_loader(case: str) -> None:
     load, filled = CASES[case]
     staged, _, right = stage(load)
     assert set(staged.parameters) == filled and not staged.by_loader
@@ -213,14 +213,14 @@ def test_parameters_are_what_the_loader_makes(case: str) -> None:
         assert torch.equal(staged.fill(name), right[name]), name
 
 
-def test_only_what_is_taken_is_staged() -> None:
+def test_only_boxes_that_a_rank_takes_are_staged() -> None:
     staged, *_ = stage(fused)
     # Rows 0 to 5 of x for both parameters, which have different types; of y the rows of one.
     assert [list(staged.tensors[name][0].shape) for name in "xy"] == [[5, 4], [3, 4]]
     assert staged.size_bytes == (5 + 3) * 4 * 4
 
 
-def test_what_shares_a_source_with_what_is_computed_is_the_loaders() -> None:
+def test_parameters_that_share_a_source_with_computed_parameters_are_loaded_whole() -> None:
     def load(given: dict[str, torch.Tensor], to: dict[str, torch.Tensor]) -> None:
         to["a"].copy_(torch.exp(given["x"]))
         to["b"].copy_(given["x"][0])
@@ -230,6 +230,6 @@ def test_what_shares_a_source_with_what_is_computed_is_the_loaders() -> None:
     assert [(name, list(one.shape)) for name, one in staged.list_whole()] == [("x", [6, 4])]
 
 
-def test_a_loader_that_takes_nothing() -> None:
+def test_a_loader_that_reads_no_source_is_refused() -> None:
     with pytest.raises(ShardError, match=r"takes nothing of the 2 tensors .*first: 'x'"):
         stage(lambda given, to: None)

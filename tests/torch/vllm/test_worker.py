@@ -81,7 +81,7 @@ def train(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, (_, shape) in SOURCES.items()}
 
 
-def test_a_worker_has_what_its_loader_would_put_there(factory: Any) -> None:
+def test_a_worker_has_the_values_of_its_loader(factory: Any) -> None:
     model, trained = RankModel(), train(0)
     client = make_client(factory, model)
     trainer_class = factory.WeightTransferTrainerFactory._registry["reshard"]()
@@ -113,7 +113,7 @@ def test_a_worker_has_what_its_loader_would_put_there(factory: Any) -> None:
         client.start_weight_update()
 
 
-def test_weights_that_did_not_come_are_not_applied(factory: Any) -> None:
+def test_weights_that_were_not_received_are_not_applied(factory: Any) -> None:
     client = make_client(factory, RankModel())
     trainer_class = factory.WeightTransferTrainerFactory._registry["reshard"]()
     trainer = trainer_class.trainer_init(make_init(train(0)), client=client)
@@ -125,7 +125,7 @@ def test_weights_that_did_not_come_are_not_applied(factory: Any) -> None:
         client.engine.shutdown()
 
 
-def test_other_names_are_an_error_of_both(factory: Any) -> None:
+def test_unknown_names_are_an_error_on_both_sides(factory: Any) -> None:
     client = make_client(factory, RankModel())
     trainer_class = factory.WeightTransferTrainerFactory._registry["reshard"]()
     with pytest.raises(ShardError, match="up: not in the source"):
@@ -138,6 +138,6 @@ def test_other_names_are_an_error_of_both(factory: Any) -> None:
 
 
 @pytest.mark.parametrize("sources", ["hub", {"up": "float32"}, {"up": ("float32", [-1])}])
-def test_sources_that_cannot_be(sources: Any) -> None:
+def test_invalid_sources_are_refused(sources: Any) -> None:
     with pytest.raises(UsageError, match=r"sources='hub'|source 'up' is|shape of 'up'"):
         find_sources(None, sources)
