@@ -117,7 +117,10 @@ class MegatronParameter(Record):
 
     def _check_shapes(self) -> None:
         shapes = self.local_shapes
-        if not all(isinstance(shape, tuple) and _are_whole(shape) for shape in shapes):
+        if not all(
+            isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)
+            for shape in shapes
+        ):
             raise SpecError(
                 f"shape={self.shape!r}; give one shape of whole numbers, or one for each rank"
             )
@@ -318,10 +321,6 @@ def tensor_parallel_spec(
         dims[dim] = DimSpec([Level([axis], rule)])
     only = {name: at for name, at in places.items() if at is not None}
     return ShardingSpec(mesh, dims, only=only)
-
-
-def _are_whole(numbers: Sequence[object]) -> bool:
-    return all(isinstance(number, int) for number in numbers)
 
 
 def _freeze(name: str, given: object) -> object:

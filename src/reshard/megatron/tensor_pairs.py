@@ -262,8 +262,13 @@ def reconcile_all(
     pairs = {}
     for name, served_by in serves.items():
         to, of = targets[name], sources[served_by or name]
+        if isinstance(cast, str):
+            # Parameters of equal types keep theirs, whatever the others are cast to.
+            chosen = cast if of.dtype != to.dtype else None
+        else:
+            chosen = (cast or {}).get(name)
         try:
-            pairs[name] = reconcile(of, to, cast=_choose_cast(name, of, to, cast))
+            pairs[name] = reconcile(of, to, cast=chosen)
         except LayoutError as error:
             raise type(error)(f"parameter {name!r}: {error}") from error
     return pairs
@@ -302,14 +307,3 @@ def _find_source(
     root = _find_root(name, ties)
     tied = [other for other in ties if _find_root(other, ties) == root]
     return next((other for other in (name, root, *tied) if other in sources), None)
-
-
-def _choose_cast(
-    name: str,
-    source: MegatronParameter,
-    target: MegatronParameter,
-    cast: Mapping[str, str] | str | None,
-) -> str | None:
-    if cast is None or isinstance(cast, Mapping):
-        return None if cast is None else cast.get(name)
-    return cast if source.dtype != target.dtype else None

@@ -14,14 +14,14 @@ Their public names are names of this package, too; each is loaded when it is fir
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from reshard._lazy import attach
 from reshard.notation.registry import (
     NOTATIONS,
     Notation,
     ParsedSharding,
-    load_public_name,
-    public_names,
+    list_public_names,
     read_sharding,
     write_sharding,
 )
@@ -121,11 +121,27 @@ __all__ = [
     "write_sharding",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Load a notation when it is first used."""
-    return load_public_name(name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *public_names()})
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        **list_public_names(),
+        "Descriptor": "reshard.notation.scalapack",
+        "FlatBuffer": "reshard.notation.flat_buffer",
+        "PartitionedShard": "reshard.notation.partitioned",
+        "RaggedShard": "reshard.notation.ragged",
+        "mlir_mesh_text": "reshard.notation.mlir",
+        "mlir_operation_text": "reshard.notation.mlir",
+        "parse_mlir_mesh": "reshard.notation.mlir",
+        "parse_shardy_mesh": "reshard.notation.shardy",
+        "process_grid": "reshard.notation.scalapack",
+        "ragged_layout": "reshard.notation.ragged",
+        "sharding_of": "reshard.notation.objects",
+        "sharding_of_dtensor": "reshard.notation.dtensor",
+        "sharding_of_jax": "reshard.notation.jax",
+        "sharding_of_placements": "reshard.notation.dtensor",
+        "shardy_mesh_text": "reshard.notation.shardy",
+        "to_named_sharding": "reshard.notation.jax",
+        "to_partition_spec": "reshard.notation.jax",
+        "to_placements": "reshard.notation.dtensor",
+    },
+)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, cast
+from typing import cast
 
 from reshard._records import Record
 from reshard._validation import check_ints, check_type
@@ -237,40 +237,13 @@ def _list_examples() -> str:
     return f"name the notation before a colon:\n{examples}"
 
 
-# The public names of the notations' modules in addition to `parse_NAME` and `NAME_text`.
-_OTHER_NAMES = {
-    "reshard.notation.dtensor": ("sharding_of_dtensor", "sharding_of_placements", "to_placements"),
-    "reshard.notation.partitioned": ("PartitionedShard",),
-    "reshard.notation.ragged": ("RaggedShard", "ragged_layout"),
-    "reshard.notation.flat_buffer": ("FlatBuffer",),
-    "reshard.notation.jax": ("sharding_of_jax", "to_named_sharding", "to_partition_spec"),
-    "reshard.notation.mlir": ("mlir_mesh_text", "mlir_operation_text", "parse_mlir_mesh"),
-    "reshard.notation.objects": ("sharding_of",),
-    "reshard.notation.scalapack": ("Descriptor", "process_grid"),
-    "reshard.notation.shardy": ("parse_shardy_mesh", "shardy_mesh_text"),
-}
-
-
-def public_names() -> dict[str, str]:
-    """Return the names that `reshard.notation` has for users, and the module of each."""
-    found = {
+def list_public_names() -> dict[str, str]:
+    """Return `parse_NAME` and `NAME_text` of every notation, and the module of each."""
+    return {
         name: notation.module
         for notation in NOTATIONS.values()
         for name in (f"parse_{notation.name}", f"{notation.name}_text")
     }
-    return found | {name: module for module, names in _OTHER_NAMES.items() for name in names}
-
-
-def load_public_name(name: str) -> Any:
-    """Return the value of a public name; its module is loaded.
-
-    Raises:
-        AttributeError: a name that no notation has.
-    """
-    module = public_names().get(name)
-    if module is None:
-        raise AttributeError(f"module 'reshard.notation' has no attribute {name!r}")
-    return getattr(import_module(module), name)
 
 
 def parse_native(

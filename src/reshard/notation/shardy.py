@@ -263,13 +263,13 @@ def shardy_text(spec: ShardingSpec) -> str:
             raise _VOCABULARY.refusal(spec, str(axis), "it has no sub-axes of size 1; leave it out")
     words = [symbol_text(spec.mesh.name), _write_dims(spec)]
     if spec.replicated_axes:
-        words.append(f"replicated={_write_axes(spec.replicated_axes)}")
+        words.append(f"replicated={write_axes(spec.replicated_axes)}")
     if spec.reduction is not None:
         reduction = "" if spec.reduction == "sum" else spec.reduction
         # In the order of the mesh, sub-axes may become adjacent.
         ordered = in_mesh_order(spec.mesh, spec.partial_axes)
         axes = ShardingSpec(spec.mesh, [], partial_axes=ordered).partial_axes
-        words.append(f"unreduced={reduction}{_write_axes(axes)}")
+        words.append(f"unreduced={reduction}{write_axes(axes)}")
     return f"#sdy.sharding<{', '.join(words)}>"
 
 
@@ -286,16 +286,16 @@ def _write_dim(spec: ShardingSpec, dim: DimSpec) -> str:
     if dim.priority and not dim.axes and not dim.is_open:
         why = "it gives no priority to a dimension that is empty and closed; leave it out"
         raise _VOCABULARY.refusal(spec, str(dim), why)
-    words = [_write_axis(axis) for axis in dim.axes] + ["?"] * dim.is_open
-    return f"{{{', '.join(words)}}}" + (f"p{dim.priority}" if dim.priority else "")
+    return write_axes(dim.axes, ["?"] * dim.is_open) + (f"p{dim.priority}" if dim.priority else "")
 
 
-def _write_axis(axis: Axis) -> str:
-    return f'"{axis.name}"' if axis.size is None else f'"{axis.name}":({axis.pre}){axis.size}'
-
-
-def _write_axes(axes: Iterable[Axis]) -> str:
-    return f"{{{', '.join(map(_write_axis, axes))}}}"
+def write_axes(axes: Iterable[Axis], suffix: Sequence[str] = ()) -> str:
+    """Return axes in braces, each whole or as a sub-axis, and then the words of `suffix`."""
+    words = (
+        f'"{axis.name}"' if axis.size is None else f'"{axis.name}":({axis.pre}){axis.size}'
+        for axis in axes
+    )
+    return f"{{{', '.join([*words, *suffix])}}}"
 
 
 def shardy_mesh_text(mesh: DeviceMesh) -> str:

@@ -119,11 +119,6 @@ def make_transfers(
     )
 
 
-def select_slot(transfers: Transfers, slot: int) -> Transfers:
-    """Return the transfers that a slot sends or receives."""
-    return transfers.take((transfers.source_slot == slot) | (transfers.target_slot == slot))
-
-
 def verify_stages(plan: LayoutChange, exchange: Transfers, *forwarded: Transfers) -> None:
     """Raise PlanError unless the stages deliver every element of the target exactly once.
 
@@ -354,7 +349,10 @@ class StagedJob(Record):
         stages = (Transfers.joined(exchange), *forwarded)
         if rank is None:
             return stages
-        return tuple(select_slot(part, rank) for part in stages)
+        return tuple(
+            stage.take((stage.source_slot == rank) | (stage.target_slot == rank))
+            for stage in stages
+        )
 
     @cached_property
     def _copies(self) -> tuple[IntArray, ...]:

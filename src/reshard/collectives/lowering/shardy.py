@@ -18,17 +18,14 @@ Source: the Shardy project, `shardy/dialect/sdy/ir/ops.td`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from reshard.collectives import steps
 from reshard.collectives.lowering import shardings
 from reshard.collectives.lowering.mlir import TensorType, element_text
 from reshard.collectives.program import Program
 from reshard.dtypes import DType
 from reshard.errors import NotationError
-from reshard.mesh import Axis, DeviceMesh
 from reshard.notation.parsing import Vocabulary, in_mesh_order, symbol_text
-from reshard.notation.shardy import shardy_mesh_text, shardy_text
+from reshard.notation.shardy import shardy_mesh_text, shardy_text, write_axes
 from reshard.sharding import ShardingSpec
 
 # The operations sum contributions; attributes for other reductions have no effect.
@@ -101,8 +98,9 @@ def _write_operation(step: steps.Step, before: ShardingSpec, after: ShardingSpec
             "a permute may have; describe both sides over one of them"
         )
     if isinstance(step, steps.AllReduce):
-        reduced = _join_axes(mesh, in_mesh_order(mesh, step.axes))
-        return f"all_reduce {_write_axes(reduced)}"
+        # In the order of the mesh, sub-axes may become adjacent; a sharding joins them.
+        reduced = ShardingSpec(mesh, [], partial_axes=in_mesh_order(mesh, step.axes))
+        return f"all_reduce {write_axes(reduced.partial_axes)}"
     if isinstance(step, steps.Slice | steps.ReduceScatter):
         word = "all_slice" if isinstance(step, steps.Slice) else "reduce_scatter"
         return f"{word} {_write_axis_lists(before, after)}"
@@ -113,7 +111,7 @@ def _write_operation(step: steps.Step, before: ShardingSpec, after: ShardingSpec
         # Shardy's operation keeps the order of the axes that it moves.
         moved = shardings.axes_dropped(after, before, giver)
         if moved == shardings.axes_dropped(before, after, taker):
-            return f"all_to_all [{_write_axes(moved)}: {giver}->{taker}]"
+            return f"all_to_all [{write_axes(moved)}: {giver}->{taker}]"
         raise NotationError("it changes the order of its axes; the order must be kept")
     raise NotationError(
         "it has slices, gathers, all-to-alls between two dimensions, permutes and reductions; "
@@ -121,19 +119,6 @@ def _write_operation(step: steps.Step, before: ShardingSpec, after: ShardingSpec
     )
 
 
-def _join_axes(mesh: DeviceMesh, axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Join adjacent axes, and name whole axes without their parts."""
-    return ShardingSpec(mesh, [], partial_axes=axes).partial_axes
-
-
 def _write_axis_lists(short: ShardingSpec, long: ShardingSpec) -> str:
     dims = range(len(short.dim_specs))
-    return f"[{', '.join(_write_axes(shardings.axes_dropped(short, long, dim)) for dim in dims)}]"
-
-
-def _write_axes(axes: Iterable[Axis]) -> str:
-    words = (
-        f'"{axis.name}"' if axis.size is None else f'"{axis.name}":({axis.pre}){axis.size}'
-        for axis in axes
-    )
-    return f"{{{', '.join(words)}}}"
+    return f"[{', '.join(write_axes(shardings.axes_dropped(short, long, dim)) for dim in dims)}]"

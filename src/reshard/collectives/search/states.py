@@ -171,11 +171,6 @@ def _find_starts(mesh: DeviceMesh) -> dict[str, int]:
     return starts
 
 
-def _find_boundaries(mesh: DeviceMesh, axes: Iterable[Axis]) -> set[int]:
-    starts, ends_of = _find_starts(mesh), mesh.axis_boundaries(axes)
-    return {1, *(starts[name] * end for name, ends in ends_of.items() for end in ends)}
-
-
 def find_prime_meshes(source: ShardingSpec, target: ShardingSpec) -> tuple[PrimeMesh, ...]:
     """Return the prime meshes of two shardings on the same devices: one if axes agree, else two.
 
@@ -188,7 +183,8 @@ def find_prime_meshes(source: ShardingSpec, target: ShardingSpec) -> tuple[Prime
     """
     sides = []
     for spec in (source, target):
-        sides.append(_find_boundaries(spec.mesh, spec.used_axes))
+        starts, ends_of = _find_starts(spec.mesh), spec.mesh.axis_boundaries(spec.used_axes)
+        sides.append({1, *(starts[name] * end for name, ends in ends_of.items() for end in ends)})
     if source.mesh.devices == target.mesh.devices:
         together = sorted(sides[0] | sides[1])
         # A chain of divisors is a grid that refines both meshes.
