@@ -51,7 +51,7 @@ from reshard.plans.source_selection import (
     list_rank_transfers,
     sent_bytes,
 )
-from reshard.plans.tables import TensorKind, format_job
+from reshard.plans.tables import format_job
 from reshard.plans.traffic import Traffic
 from reshard.runs import IntArray
 from reshard.topology import Topology
@@ -423,7 +423,7 @@ class Job(Record):
             names.setdefault((item.change, item.dtype), []).append(item.name)
         # Tensors without elements are in no group of transfers.
         kinds = [
-            TensorKind(some, *key, transfers.get(key, Transfers.none(key[0].source.ndim)))
+            (some, *key, transfers.get(key, Transfers.none(key[0].source.ndim)))
             for key, some in names.items()
         ]
         return format_job(kinds, self.sent_bytes, self.received_bytes)

@@ -9,7 +9,6 @@ the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -284,37 +283,15 @@ def format_message_count(transfers: int, sender: IntArray, receiver: IntArray) -
     )
 
 
-class TensorKind(NamedTuple):
-    """The tensors of a job with equal change and dtype, and their transfers."""
-
-    names: Sequence[str]
-    change: LayoutChange
-    dtype: DType
-    transfers: Transfers
-
-    @property
-    def label(self) -> str:
-        """The first name, shortened, and the number of further tensors."""
-        first = shortened(self.names[0], _NAME_WIDTH)
-        return first if len(self.names) == 1 else f"{first} and {len(self.names) - 1:,} more"
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that move between ranks."""
-        return int(self.transfers.moving.elements.sum()) * self.dtype.itemsize_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that stay on their ranks."""
-        kept = self.transfers.take(self.transfers.stays)
-        return int(kept.elements.sum()) * self.dtype.itemsize_bytes
-
-
-def format_job(kinds: Sequence[TensorKind], sent_bytes: IntArray, received_bytes: IntArray) -> str:
+def format_job(
+    kinds: Sequence[tuple[Sequence[str], LayoutChange, DType, Transfers]],
+    sent_bytes: IntArray,
+    received_bytes: IntArray,
+) -> str:
     """Return the text that `print(job)` shows, with a row for each kind of tensors.
 
     Args:
-        kinds: the tensors of the job, grouped by change and dtype.
+        kinds: the names of the tensors with equal change and dtype, and the transfers of all.
         sent_bytes, received_bytes: of each rank, shape `(ranks,)`.
 
     >>> import reshard
@@ -324,32 +301,36 @@ def format_job(kinds: Sequence[TensorKind], sent_bytes: IntArray, received_bytes
     >>> print(str(reshard.Job(items)).splitlines()[-1])
     a and 1 more  int8   8x8     64 B          4
     """
-    senders = {slot for kind in kinds for slot in kind.change.source.holders}
-    receivers = {slot for kind in kinds for slot in kind.change.target.holders}
+    senders = {slot for _, change, _, _ in kinds for slot in change.source.holders}
+    receivers = {slot for _, change, _, _ in kinds for slot in change.target.holders}
+    least = gathered = kept = 0
+    moving = []
+    for names, change, dtype, transfers in kinds:
+        size_bytes = len(names) * dtype.itemsize_bytes
+        least += size_bytes * change.lower_bound_elements
+        gathered += size_bytes * gather_elements(change.source, change.target)
+        staying = transfers.take(transfers.stays)
+        kept += int(staying.elements.sum()) * dtype.itemsize_bytes
+        moving.append(transfers.moving)
     moved = int(received_bytes.sum())
-    least, gathered = (
-        sum(len(kind.names) * kind.dtype.itemsize_bytes * elements(kind.change) for kind in kinds)
-        for elements in (
-            lambda change: change.lower_bound_elements,
-            lambda change: gather_elements(change.source, change.target),
-        )
-    )
     rows = [
         ("moved", moved, ""),
         ("least possible", least, ""),
         _gather_row(gathered, moved),
-        ("stays in place", sum(kind.kept_bytes for kind in kinds), ""),
+        ("stays in place", kept, ""),
         _busiest_row("sender", sent_bytes, tuple(sorted(senders))),
         _busiest_row("receiver", received_bytes, tuple(sorted(receivers))),
     ]
-    sizes = [(name, bytes_text(size_bytes), remark) for name, size_bytes, remark in rows]
-    moving = [kind.transfers.moving for kind in kinds]
-    tensors = sum(len(kind.names) for kind in kinds)
+    tensors = sum(len(names) for names, _, _, _ in kinds)
     lines = [
         f"Job of {count_text(tensors, 'tensor')} in {count_text(len(kinds), 'plan')} from "
         f"{len(senders):,} to {count_text(len(receivers), 'rank')}",
         "",
-        table(sizes, ("", "bytes", ""), "lrl"),
+        table(
+            [(name, bytes_text(size_bytes), remark) for name, size_bytes, remark in rows],
+            ("", "bytes", ""),
+            "lrl",
+        ),
         "",
         format_message_count(
             sum(map(len, moving)),
@@ -358,30 +339,27 @@ def format_job(kinds: Sequence[TensorKind], sent_bytes: IntArray, received_bytes
         ),
     ]
     if kinds:
-        lines += ["", _table_of_largest(kinds)]
+        largest = [
+            (names, change, dtype, int(part.elements.sum()) * dtype.itemsize_bytes, len(part))
+            for (names, change, dtype, _), part in zip(kinds, moving, strict=True)
+        ]
+        lines += ["", _table_of_largest(sorted(largest, key=lambda kind: -kind[3]))]
     return "\n".join(lines)
 
 
-def _table_of_largest(kinds: Sequence[TensorKind]) -> str:
-    order = sorted(kinds, key=lambda kind: -kind.moved_bytes)
-    rows = [
-        (
-            kind.label,
-            kind.dtype.name,
-            "x".join(map(str, kind.change.source.shape)) or "scalar",
-            bytes_text(kind.moved_bytes),
-            f"{len(kind.transfers.moving):,}",
-        )
-        for kind in order[:_MAX_KINDS]
-    ]
-    if rest := order[_MAX_KINDS:]:
-        rows.append(
-            (
-                count_text(sum(len(kind.names) for kind in rest), "other tensor"),
-                "",
-                "",
-                bytes_text(sum(kind.moved_bytes for kind in rest)),
-                f"{sum(len(kind.transfers.moving) for kind in rest):,}",
-            )
-        )
+def _table_of_largest(
+    kinds: Sequence[tuple[Sequence[str], LayoutChange, DType, int, int]],
+) -> str:
+    """Return the table of kinds, with their moved bytes and transfers, and a row for the rest."""
+    rows = []
+    for names, change, dtype, moved_bytes, transfers in kinds[:_MAX_KINDS]:
+        label = shortened(names[0], _NAME_WIDTH)
+        if len(names) > 1:
+            label += f" and {len(names) - 1:,} more"
+        shape = "x".join(map(str, change.source.shape)) or "scalar"
+        rows.append((label, dtype.name, shape, bytes_text(moved_bytes), f"{transfers:,}"))
+    if rest := kinds[_MAX_KINDS:]:
+        others = count_text(sum(len(names) for names, *_ in rest), "other tensor")
+        moved = bytes_text(sum(kind[3] for kind in rest))
+        rows.append((others, "", "", moved, f"{sum(kind[4] for kind in rest):,}"))
     return table(rows, ("tensors", "dtype", "shape", "moved", "transfers"), "lllrr")
