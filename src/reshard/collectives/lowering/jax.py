@@ -184,8 +184,8 @@ def _explain_padding(specs: tuple[ShardingSpec, ...], shape: tuple[int, ...]) ->
         return []
     return [
         f"# A tensor of shape {shape}, whose shards are not of one size: `reshard` takes an array",
-        f"# of shape {before} and returns one of shape {after}. What is behind the tensor's own",
-        "# elements along a dimension is padding, of any value.",
+        f"# of shape {before} and returns one of shape {after}. Elements after the tensor's own",
+        "# along a dimension are padding, of any value.",
     ]
 
 
