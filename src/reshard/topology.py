@@ -344,6 +344,7 @@ def link_levels(topology: Topology, sender: ArrayLike, receiver: ArrayLike) -> I
     """
     near, far = topology.host_of(sender), topology.host_of(receiver)
     racks = topology.host_rack
+    # Racks contain whole hosts, so ranks in different racks differ in their hosts as well.
     levels: IntArray = (near != far).astype(np.int64) + (racks[near] != racks[far])
     return levels
 

@@ -178,6 +178,7 @@ def _restrict_to_ranks(layout: Layout, ranks: Sequence[int]) -> Layout:
     """Return the part of a layout on some ranks, with its contributions numbered from 0."""
     chosen = np.isin(layout.cell_slot, ranks)
     carried, _, number = find_distinct(layout.cell_contribution[chosen])
+    # A group may hold a single contribution, and then has nothing to reduce.
     count = max(len(carried), 1)
     return layout.replace(
         cell_slot=layout.cell_slot[chosen],

@@ -147,6 +147,7 @@ class LayoutChange(Interned):
             raise LayoutError(f"rank {rank!r}; ranks are integers from 0")
         received = self.expand(self.routes_into(rank))
         sent = self.expand(self.routes_out_of(rank))
+        # Transfers within the rank are among the received, and not among the sent.
         if not len(sent):
             return received
         return Transfers.joined((received, sent))

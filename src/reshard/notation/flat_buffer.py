@@ -107,6 +107,7 @@ class FlatBuffer(Record):
     @property
     def rank_elements(self) -> int:
         """The elements of the buffer that each rank has, padding included."""
+        # All parts are equally long, so the last ranks may have padding only.
         used = 0
         if self.tensors:
             used = self.starts[-1] + math.prod(self.tensors[-1][1])

@@ -132,6 +132,7 @@ def _read_tiles(scanner: Scanner) -> tuple[Devices, list[str]]:
 
 
 def _read_iota(scanner: Scanner) -> Devices:
+    """Read the devices 0, 1, 2... in an array of given lengths, transposed: `[4,2]T(1,0)`."""
     lengths = scanner.listed("[", scanner.number, "]")
     if not lengths or min(lengths) < 1 or math.prod(lengths) > _MAX_DEVICES:
         raise NotationError(f"an array of devices of shape {lengths}; give positive lengths")
@@ -154,6 +155,7 @@ def _read_kind(scanner: Scanner) -> str:
 
 
 def _over_own_axes(devices: Devices, kinds: Sequence[str]) -> ShardingSpec:
+    """Return the sharding over a mesh with an axis for each dimension of several tiles."""
     dims = devices.ndim - len(kinds)
     words = {_UNREDUCED: "sum", _REPLICATED: "copies"}
     names = [f"d{dim}" for dim in range(dims)] + [words[kind] for kind in kinds]
@@ -173,6 +175,7 @@ def _over_own_axes(devices: Devices, kinds: Sequence[str]) -> ShardingSpec:
 
 
 def _over_mesh(devices: Devices, kinds: Sequence[str], mesh: DeviceMesh) -> ShardingSpec:
+    # HLO numbers devices by their position in the mesh, not by rank.
     if not np.array_equal(np.sort(devices, axis=None), np.arange(mesh.size)):
         raise NotationError(
             f"{devices.size} devices up to {devices.max()}, where the mesh {mesh.text} has "
@@ -186,6 +189,7 @@ def _over_mesh(devices: Devices, kinds: Sequence[str], mesh: DeviceMesh) -> Shar
         axes.append(_find_axes(along - along[0], mesh))
     known = [own for own in axes if own is not None]
     spec = _make_spec(mesh, known, kinds) if len(known) == len(axes) else None
+    # Tiles of a single part, which a text may contain anywhere, have no axes.
     if spec is None or not np.array_equal(_assign_tiles(spec)[0].squeeze(), devices.squeeze()):
         raise NotationError(
             f"no axes of the mesh {mesh.text} make these tiles; leave the mesh out, and a mesh is "
@@ -289,6 +293,7 @@ def _assign_tiles(
 
 def _bounds(mesh: DeviceMesh, axis: Axis) -> list[tuple[str, int, int]]:
     size = mesh.axis_size(axis)
+    # `_split_axes` returns no part for an axis of size 1.
     return [(axis.name, axis.pre, size)] if size > 1 else []
 
 

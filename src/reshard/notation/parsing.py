@@ -136,7 +136,7 @@ class Scanner:
         return match[1].strip('"') if match else None
 
     def listed(self, open_word: str, item: Callable[[], Item], close_word: str) -> list[Item]:
-        """Items separated by commas, between two words."""
+        """Return items separated by commas, between two words."""
         self.expect(open_word)
         if self.accept(close_word):
             return []
@@ -151,7 +151,7 @@ class Scanner:
         return self.listed("[", self.number, "]")
 
     def expect_end(self) -> None:
-        """Raises NotationError if any text is left."""
+        """Raise NotationError if any text is left."""
         if not self.is_at_end():
             raise self.failure("nothing more")
 

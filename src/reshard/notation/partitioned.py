@@ -124,6 +124,8 @@ class PartitionedShard(Record):
         """Return how many sizes each rank's row has."""
         if not self.aligned:
             return [self.num_partitions] * ranks
+        # Ranks have whole partitions by ceil, so the last ranks may have fewer, or none. Each
+        # partition has a piece from every rank.
         own = -(-self.num_partitions // ranks)
         counts = (min(own, max(self.num_partitions - own * rank, 0)) for rank in range(ranks))
         return [count * ranks for count in counts]
@@ -172,6 +174,7 @@ class PartitionedShard(Record):
         elif isinstance(rule, Pieces) and all(len(block) == parts for block in rule.pieces):
             rows = tuple(tuple(block[part] for block in rule.pieces) for part in range(parts))
             found = cls(dim, len(rule.pieces), rows)
+        # The rule may have counts or an inner rule, which a placement does not express.
         return found if found is not None and found.rule == rule else None
 
     def __str__(self) -> str:

@@ -130,6 +130,8 @@ def _run_named(
     if out is not None:
         check_mapping(out, "out", BY_NAME)
         _check_names(names, out, " in out")
+    # A single run for all tensors: every array is checked before any is written, and threads are
+    # shared by the copies of all.
     tensors = [
         TensorRun(
             change, arrays[name], None if out is None else out[name], dtype, name, find_stages

@@ -252,7 +252,9 @@ def divide_spans(sizes: Sequence[int], parts: int) -> Iterator[PipelineSpan]:
     """Yield the spans of tensors of given sizes, in sequence in `parts` parts."""
     total, before = max(sum(sizes), 1), 0
     for size in sizes:
+        # A tensor without elements after all others would begin beyond the last part.
         first = min(before * parts // total, parts - 1)
+        # The part of its last element. Parts are cut by size, so small tensors share a part.
         last = max((before + size) * parts - 1, 0) // total
         yield PipelineSpan(first, max(last - first, 0) + 1)
         before += size

@@ -493,8 +493,8 @@ class ReshardingStrategy(Record):
             PlanError: a plan that was written by hand, or differs from that of another process.
             RunError: another process that failed.
         """
-        is_cancelled = _never if cancellation is None else cancellation.is_set
-        return self._execute_in_turn(self._begin(), plan, source_shards, is_cancelled)
+        stop = threading.Event() if cancellation is None else cancellation
+        return self._execute_in_turn(self._begin(), plan, source_shards, stop.is_set)
 
     async def execute_async(
         self,
@@ -532,20 +532,21 @@ class ReshardingStrategy(Record):
             message = "cancelled when all was done" if result.success else result.warnings[-1]
             raise asyncio.CancelledError(message) from None
 
-    def _begin(self) -> _Turn | None:
-        """Queue a run that begins now; runs of a single process need no queue."""
+    def _begin(self) -> _Turn:
+        """Queue a run that begins now."""
         coordinator = self.coordinator
-        return _Turn(coordinator) if coordinator is not None and coordinator.size > 1 else None
+        # Runs of a single process exchange nothing with others: each has a queue of its own.
+        is_alone = coordinator is None or coordinator.size < 2
+        return _Turn(object() if is_alone else coordinator)
 
     def _execute_in_turn(
         self,
-        turn: _Turn | None,
+        turn: _Turn,
         plan: ReshardingPlan,
         shards: SourceShards,
         is_cancelled: Callable[[], bool],
     ) -> ReshardingResult:
-        if turn is None:
-            return self._execute(plan, shards, is_cancelled)
+        # Taken before the run may fail or be cancelled, since later runs wait for the turn to end.
         try:
             turn.wait()
             return self._execute(plan, shards, is_cancelled)
@@ -598,10 +599,6 @@ class ReshardingStrategy(Record):
             if other is not None:
                 raise RunError(f"{otherwise}: process {process} failed: {other}")
         return [value for _, value in received]
-
-
-def _never() -> bool:
-    return False
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:

@@ -144,20 +144,13 @@ def verify(
     return DONE if found.is_same else DIFFERS
 
 
-def _open(checkpoint: str | Checkpoint) -> Checkpoint:
-    """Return a checkpoint, opened if it is a path."""
-    from reshard.checkpoint.formats.opening import open_checkpoint
-
-    return open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
-
-
 def _is_one_stacked(left: str | Checkpoint, right: str | Checkpoint) -> bool:
     """Return whether only the left or only the right checkpoint has stacked experts."""
-    from reshard.checkpoint.formats.opening import read_config
+    from reshard.checkpoint.formats.opening import open_checkpoint, read_config
     from reshard.checkpoint.naming.renaming import find_stacked_names
     from reshard.recipes.library import choose_recipe
 
-    opened = [_open(left), _open(right)]
+    opened = [open_checkpoint(side) if isinstance(side, str) else side for side in (left, right)]
     config = next((c for c in map(read_config, opened) if c is not None), None)
     recipe = choose_recipe(config) if config is not None else None
     stacked = [find_stacked_names(side, recipe, config) is not None for side in opened]
