@@ -47,7 +47,7 @@ def _nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.freeze()
 
 
-def test_it_goes_on_also_behind_an_error() -> None:
+def test_the_collector_runs_again_after_an_error() -> None:
     assert gc.isenabled()
 
     def fail() -> None:

@@ -30,7 +30,7 @@ def table_of(package: str) -> dict[str, str]:
     return table
 
 
-def test_there_are_such_packages() -> None:
+def test_packages_with_lazy_names_are_found() -> None:
     assert {"reshard", "reshard.checkpoint", "reshard.recipes"} <= {*PACKAGES}
 
 

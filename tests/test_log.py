@@ -14,7 +14,9 @@ from reshard import checkpoint
 from reshard.log import LOGGER
 
 
-def test_what_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_conversions_loads_and_failures_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source, target = tmp_path / "model.safetensors", tmp_path / "target"
     write_file(source, {"w": tensor("float32", (64, 64), 1)})
     with caplog.at_level(logging.DEBUG, logger="reshard"):

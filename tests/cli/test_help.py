@@ -111,7 +111,7 @@ def test_the_help_of_a_command_is_complete(command: str) -> None:
             assert parameter.human_readable_name in text
 
 
-def test_version(folder: Path) -> None:
+def test_the_version_is_printed_by_both_modules_too(folder: Path) -> None:
     assert run_here("--version").output == f"reshard {reshard.__version__}\n"
     for module in ("reshard", "reshard.cli"):
         code = f"import runpy; runpy.run_module('{module}', run_name='__main__', alter_sys=True)"

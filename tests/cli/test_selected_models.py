@@ -52,7 +52,7 @@ def test_conversions_and_comparisons(two: Path, tmp_path: Path) -> None:
     assert run_here("recipe", "check", two, *rule, "--select", "net").code == 0
 
 
-def test_deltas(two: Path, tmp_path: Path) -> None:
+def test_a_delta_of_the_selected_model_is_created_and_applied(two: Path, tmp_path: Path) -> None:
     later, delta = write_two(tmp_path / "later", 1), tmp_path / "ema.delta"
     assert run_here("diff", two, later, "-o", delta, "--select", "ema").code == 0
     target = tmp_path / "new"
@@ -60,7 +60,7 @@ def test_deltas(two: Path, tmp_path: Path) -> None:
     assert run_here("verify", later, target, "--select", "ema").code == 0
 
 
-def test_the_library(two: Path, tmp_path: Path) -> None:
+def test_the_library_opens_loads_and_converts_the_selected_model(two: Path, tmp_path: Path) -> None:
     opened = checkpoint.open(two, select="ema")
     assert [*opened] == [*WEIGHTS]
     loaded = checkpoint.load(two, select="ema")

@@ -45,7 +45,7 @@ def test_small_ones_take_fewer_messages_and_large_ones_fewer_bytes() -> None:
     assert large.exchange_estimate.transfer_s < large.program_estimate.transfer_s
 
 
-def test_there_is_one_size_where_it_flips() -> None:
+def test_the_choice_flips_at_a_single_size() -> None:
     methods = [chosen("x y z, -", "-, x y", 8 << power).method for power in range(11)]
     flip = methods.index("exchange")
     assert flip > 0
@@ -109,7 +109,7 @@ def test_it_prints_both() -> None:
 
 @settings(max_examples=selection.choose(24, 80), deadline=None)
 @given(pairs(max_devices=12), st.integers(0, 7), st.sampled_from([None, 0, 50, 500]))
-def test_the_quicker_one_is_chosen(pair: Pair, seed: int, extra_bytes: int | None) -> None:
+def test_the_faster_method_is_chosen(pair: Pair, seed: int, extra_bytes: int | None) -> None:
     source, target, shape = pair
     ranks = max(*source.mesh.devices, *target.mesh.devices) + 1
     hosts = [0, *(rank * (seed + 3) // 2 % 2 for rank in range(1, ranks))]

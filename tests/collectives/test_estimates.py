@@ -48,7 +48,7 @@ def estimate(before: str, after: str, shape: tuple[int, ...], library: str = "nc
         ("-", "-", (16,), []),
     ],
 )
-def test_steps_by_hand(
+def test_steps_take_the_seconds_computed_by_hand(
     before: str,
     after: str,
     shape: tuple[int, ...],

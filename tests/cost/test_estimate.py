@@ -62,7 +62,7 @@ def test_order_does_not_matter_and_more_never_takes_less(
     assert seconds_of([*found, more]) >= seconds_of(found)
 
 
-def test_by_hand() -> None:
+def test_the_busiest_sender_determines_the_cost_of_messages() -> None:
     # Rank 0 sends 3 bytes next door in two pieces, one message, and 2 bytes to the other host.
     part = message_cost([0, 0, 0, 4], [1, 1, 2, 4], [1, 2, 2, 1000], TOPOLOGY, "mine")
     assert (part.name, part.algorithm, part.messages, part.busiest_bytes) == (

@@ -46,7 +46,7 @@ def near(found: Link | None, expected: Link, relative: float) -> bool:
 
 
 @given(bandwidths, latencies, calls, st.sampled_from(["within_host", "between_hosts"]))
-def test_a_link_is_found_again(
+def test_fitting_recovers_the_link_that_made_the_measurements(
     bandwidth: float, latency_s: float, call_s: float, subject: str
 ) -> None:
     # Both count in some of the sizes: else no measurement could tell them.

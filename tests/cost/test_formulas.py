@@ -39,7 +39,9 @@ links = st.builds(
         ("permute", "direct", 1 + 8),
     ],
 )
-def test_eight_ranks_by_hand(kind: str, name: str, milliseconds: int) -> None:
+def test_formulas_of_eight_ranks_match_values_computed_by_hand(
+    kind: str, name: str, milliseconds: int
+) -> None:
     seconds = FORMULAS[kind][name].seconds(8, 8000, LINK)
     assert seconds == pytest.approx(milliseconds / 1e3, rel=1e-12)
 
@@ -56,12 +58,14 @@ def test_eight_ranks_by_hand(kind: str, name: str, milliseconds: int) -> None:
         ("all-to-all", "bruck", 3 + 7.5),
     ],
 )
-def test_five_ranks_by_hand(kind: str, name: str, milliseconds: float) -> None:
+def test_formulas_of_five_ranks_match_values_computed_by_hand(
+    kind: str, name: str, milliseconds: float
+) -> None:
     seconds = FORMULAS[kind][name].seconds(5, 5000, LINK)
     assert seconds == pytest.approx(milliseconds / 1e3, rel=1e-12)
 
 
-def test_every_formula_is_checked_by_hand() -> None:
+def test_every_formula_has_a_value_computed_by_hand() -> None:
     assert len(NAMES) == 10
 
 

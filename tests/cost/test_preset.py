@@ -63,7 +63,7 @@ def test_presets_have_their_numbers() -> None:
     assert load_preset("gloo-host").topology().ranks == 4
 
 
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_a_preset_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(CLUSTER)
     for where in (path, str(path)):
@@ -76,7 +76,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert topology.between_racks == Link(1000)
 
 
-def test_one_host_is_all_that_some_have() -> None:
+def test_a_preset_of_a_single_host_has_no_second() -> None:
     with pytest.raises(LayoutError, match="'gloo-host' has a single host, 2 were requested"):
         load_preset("gloo-host").topology(hosts=2)
     with pytest.raises(LayoutError, match="hosts 0 must be at least 1"):

@@ -59,7 +59,7 @@ def test_pieces_of_lists_cover_every_element_once(sizes: list[int], random: Any)
 
 @pytest.mark.usefixtures("tiny_pieces")
 @pytest.mark.parametrize("threads", [1, 2, 7])
-def test_orders_come_one_behind_the_other(threads: int) -> None:
+def test_orders_run_one_after_another(threads: int) -> None:
     target = np.zeros(1000)
     parts = [np.full(1000, 3.0), np.full(1000, 5.0), np.full(1000, 2.0)]
     steps: list[Copy] = [

@@ -61,7 +61,9 @@ sizes = st.integers(1, 4)
 
 
 @given(sizes, sizes, sizes, dims, st.integers(1, 2))
-def test_strides(unit: int, stride: int, tp: int, dim: int, dp: int) -> None:
+def test_strides_interleave_the_blocks_of_ranks(
+    unit: int, stride: int, tp: int, dim: int, dp: int
+) -> None:
     parameter = MegatronParameter(
         MegatronRanks(tp=tp, dp=dp),
         shape_with(unit * stride, dim),
@@ -135,7 +137,7 @@ def test_a_layer_is_on_its_stage() -> None:
     assert parameter.spec().layout((4,)).holders == (2, 3)
 
 
-def test_heads() -> None:
+def test_heads_are_replicated_on_more_ranks_than_heads() -> None:
     """3 rows a head: with fewer ranks than heads whole heads, with more the same one on several."""
     few = MegatronParameter(MegatronRanks(tp=2), (6,), True, heads=4)
     many = MegatronParameter(MegatronRanks(tp=8), (3,), True, heads=4)

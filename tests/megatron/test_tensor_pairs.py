@@ -77,7 +77,7 @@ def texts(pair: TensorPair) -> tuple[str, str]:
         (whole(2), whole(3), (), ("", "")),
     ],
 )  # fmt: skip
-def test_readings(
+def test_both_sides_get_the_reading_in_which_they_agree(
     source: MegatronParameter,
     target: MegatronParameter,
     shape: tuple[int, ...],
@@ -179,7 +179,7 @@ def test_a_cast_of_unknown_types() -> None:
     assert reconcile(cut(2, 4, dtype="float32"), cut(2, 4)).shape == (8,)
 
 
-def test_ties() -> None:
+def test_tied_names_are_served_by_the_source_that_has_one_of_them() -> None:
     one = whole(1, 4)
     chain = {"c": "b", "b": "a"}
     assert list(reconcile_all({"a": one}, {"a": one, "b": one, "c": one}, ties=chain)) == [

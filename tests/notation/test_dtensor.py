@@ -493,7 +493,7 @@ def test_a_mesh_that_is_given_fits_or_gives_way() -> None:
     assert split_mesh(PLACED) == (None, PLACED)
 
 
-def test_ragged_shards_may_have_one_too() -> None:
+def test_the_text_of_a_ragged_shard_may_have_a_mesh() -> None:
     text = "DeviceMesh('cpu', [3, 1]), RaggedShard((0,), (1, 3))"
     layout = parse_ragged(text, shape=(4, 2))
     assert (layout.local_shape(3), layout.local_shape(1)) == ((1, 2), (3, 2))

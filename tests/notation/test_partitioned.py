@@ -274,7 +274,7 @@ def test_errors_name_the_rule_that_it_cannot_express(text: str, message: str) ->
         partitioned_text(native(TWO, text))
 
 
-def test_a_rule_that_is_none_of_its() -> None:
+def test_rules_that_placements_cannot_express_have_no_placement() -> None:
     assert PartitionedShard.from_rule(0, Balanced(), 2) is None
     assert PartitionedShard.from_rule(0, Blocks((3,), Balanced()), 2) is None
     assert PartitionedShard.from_rule(1, Pieces(((1, 2),)), 3) is None

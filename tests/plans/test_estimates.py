@@ -133,7 +133,9 @@ def layout(text: str, shape: tuple[int, ...] = (8, 8)) -> reshard.Layout:
         ("x, -", "x, -", 0, 0),
     ],
 )
-def test_plans_by_hand(before: str, after: str, latency_s: float, transfer_s: float) -> None:
+def test_a_plan_takes_the_seconds_computed_by_hand(
+    before: str, after: str, latency_s: float, transfer_s: float
+) -> None:
     estimate = reshard.plan(layout(before), layout(after), "int8").estimate(TOPOLOGY)
     assert (estimate.latency_s, estimate.transfer_s) == (latency_s, transfer_s)
     assert estimate.seconds_s == latency_s + transfer_s

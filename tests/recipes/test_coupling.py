@@ -90,7 +90,9 @@ WIDE, QUERY, KEY = "wide", "heads.query", "heads.key_value"
         ("", []),
     ],
 )  # fmt: skip
-def test_annotations(spec: str, expected: list[tuple[int, int, tuple[str | None, ...]]]) -> None:
+def test_names_in_a_spec_are_found_by_dimension_and_level(
+    spec: str, expected: list[tuple[int, int, tuple[str | None, ...]]]
+) -> None:
     found = [(one.item, one.level, one.names) for one in find_annotations(spec, KNOWN)]
     assert found == expected
 
@@ -107,7 +109,7 @@ def test_annotations(spec: str, expected: list[tuple[int, int, tuple[str | None,
          [(QUERY, 0, 8, 2), (KEY, 10, 14, 2)]),
     ],
 )  # fmt: skip
-def test_blocks(
+def test_the_blocks_of_an_annotated_rule_are_listed(
     spec: str, rule: str, length: int, expected: list[tuple[str, int, int, int]]
 ) -> None:
     (annotation,) = find_annotations(spec, KNOWN)

@@ -68,7 +68,7 @@ CONFIG: dict[str, object] = {
         ("heads[layer]", 12),
     ],
 )
-def test_values(text: str, expected: int) -> None:
+def test_expressions_have_the_values_of_the_config(text: str, expected: int) -> None:
     assert parse_expression(text).value(CONFIG, {"layer": 2}) == expected
 
 
@@ -190,7 +190,7 @@ LAYER_CONFIG: dict[str, object] = {
         ("[layer] not in nowhere", True),
     ],
 )
-def test_conditions(text: str, expected: bool) -> None:
+def test_conditions_hold_as_the_config_of_the_layer_has_it(text: str, expected: bool) -> None:
     assert parse_condition(text).holds(LAYER_CONFIG, {"layer": 1}) is expected
 
 

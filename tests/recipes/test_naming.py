@@ -243,7 +243,9 @@ STACKS = [
 
 
 @pytest.mark.parametrize(("cut", "how", "expected"), STACKS)
-def test_stacks(cut: str, how: dict[str, Any], expected: str) -> None:
+def test_stacked_members_keep_the_sharding_of_each(
+    cut: str, how: dict[str, Any], expected: str
+) -> None:
     """Five experts over three coordinates: two, two and one."""
     mesh = DeviceMesh.of(pp=2, ep=3, tp=2, fsdp=3)
     fusion = Fusion(("{}.gate", "{}.up"), stacked=5, **how)

@@ -277,7 +277,7 @@ def test_integers_are_codes_in_a_quantised_checkpoint_alone() -> None:
     assert lacking({f"{UP}.weight": "int8"}, is_quantized=False) == {}
 
 
-def test_one_is_described() -> None:
+def test_missing_scales_are_described_by_the_first_and_their_number() -> None:
     assert "2 quantised weights in m lack their scales: 'a' has no 'a_scale' and 1 more" in (
         describe_missing_scales({"a": "a_scale", "b": "b_scale"}, "m")
     )

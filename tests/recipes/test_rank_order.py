@@ -53,7 +53,7 @@ def test_another_order() -> None:
             order("tp=2,pp=2", given)
 
 
-def test_notes() -> None:
+def test_notes_describe_an_order_that_is_not_as_written() -> None:
     mesh, written = DeviceMesh.of(pp=2, tp=2), DeviceMesh.of(tp=2, pp=2)
     (note,) = describe_order(mesh, written)
     assert "counted over pp=2,tp=2, the last axis fastest, not as written (--mesh" in note

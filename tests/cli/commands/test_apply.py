@@ -56,7 +56,7 @@ def test_a_dry_run() -> None:
     assert run_here(*arguments, "--dry-run").errors == run_here(*arguments).errors != ""
 
 
-def test_errors() -> None:
+def test_wrong_use_of_diff_and_apply_is_reported() -> None:
     assert run_here("diff", "before", "after").code == 2
     run_here("diff", "before", "after", "-o", "delta")
     again = run_here("diff", "before", "after", "-o", "delta")

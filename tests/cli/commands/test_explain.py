@@ -53,7 +53,7 @@ def test_the_examples_of_the_notes(
     assert found["moved_elements"] == found["lower_bound_elements"] == least
 
 
-def test_the_keys_and_a_case_by_hand() -> None:
+def test_json_has_the_documented_keys() -> None:
     # Rank 0 has rows 0:2, rank 1 rows 2:4; each lacks the other's half of its columns.
     assert explained("x, -", "-, x", "--mesh", "x=2", "--shape", "4x2") == {
         "moved_elements": 4,
@@ -94,7 +94,7 @@ def test_the_keys_and_a_case_by_hand() -> None:
     }
 
 
-def test_a_program_of_collectives_by_hand() -> None:
+def test_json_has_the_program_of_collectives() -> None:
     # Rows over both axes by x, then y; the columns of a 2x2 block are then those of one rank.
     found = explained("x y, -", "-, y", "--mesh", "x=2,y=2", "--shape", "8x4")["program"]
     assert isinstance(found, dict)
@@ -198,7 +198,7 @@ def test_notations_mixed(source: str, target: str) -> None:
     assert explained(source, target, *SIX) == explained("x, y", "y, x", *SIX)
 
 
-def test_one_notation_for_both() -> None:
+def test_a_notation_given_by_option_is_for_both_sides() -> None:
     found = explained("[[0], [1]]", "[[1], [0]]", *SIX, "--notation", "mlir")
     assert found["moved_elements"] == 26
     assert run_here("explain", "x, y", "y, x", *SIX, "--notation", "mlir").code == 2

@@ -117,7 +117,7 @@ def operations(module: str) -> list[str]:
         ),
     ],
 )
-def test_steps_by_hand(
+def test_steps_are_lowered_to_the_expected_operations(
     source: str, target: str, shape: tuple[int, ...], expected: list[str]
 ) -> None:
     program = make_program(source, target, shape)
@@ -125,7 +125,7 @@ def test_steps_by_hand(
     check(program)
 
 
-def test_a_whole_module_by_hand() -> None:
+def test_a_whole_module_is_written_as_expected() -> None:
     """The seed's all-to-all on a mesh of 3 devices."""
     program = make_program("x, -", "-, x", (6, 6), DeviceMesh.of(x=3))
     assert mlir_module(program, "int8") == (
@@ -232,7 +232,7 @@ def test_any_program_runs_or_is_refused(pair: Pair, steps: str) -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,)])
 @pytest.mark.parametrize("reduction", ["sum", "max", "min", "product", "mean"])
-def test_reductions(shape: tuple[int, ...], reduction: str) -> None:
+def test_every_reduction_is_lowered(shape: tuple[int, ...], reduction: str) -> None:
     dims = ", ".join("-" for _ in shape)
     for target in [dims, f"{dims} | {reduction}(y)", "x y" if shape else ""]:
         check(make_program(f"{dims} | {reduction}(x y)", target, shape, steps="joint"))

@@ -62,7 +62,7 @@ def operations(module: str) -> list[str]:
         ("w, -", "x, w", ['all_slice [{"x"}, {}]']),
     ],
 )
-def test_steps_by_hand(
+def test_steps_are_lowered_to_operations_that_shardy_prints(
     shardy_prints: Callable[[str], str], source: str, target: str, expected: list[str]
 ) -> None:
     sides = reshard.spec(MESH, source), reshard.spec(MESH, target)

@@ -107,7 +107,7 @@ def test_an_uneven_dimension_over_axes_that_are_not_neighbours() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "max", "mean"])
-def test_contributions(reduction: str) -> None:
+def test_contributions_are_kept_scattered_or_reduced(reduction: str) -> None:
     mesh = reshard.DeviceMesh.of(x=2, y=2)
     # Kept along y while rows become columns along x.
     kept = found((mesh, f"x, - | {reduction}(y)"), (mesh, f"-, x | {reduction}(y)"), (4, 6))
