@@ -9,7 +9,7 @@ a whole::
 
 A `DerivedFile` describes such a file by its parts, which know how to create their content. A
 `ScratchFile` is the file, opened. It is unnamed, so the system removes it when it is closed or its
-process ends in any way. Each part is created once, by the first thread that needs it; other threads
+process ends in any way. Each part is stored once, by the first thread that needs it; other threads
 wait. Memory does not grow with the parts; the disk needs room for those that are read.
 """
 
@@ -130,6 +130,8 @@ class ScratchFile(SourceFile):
         # Each part has a lock, so that threads can create different parts at the same time.
         self._locks = [threading.Lock() for _ in derived.parts]
         self._is_created = [False] * len(derived.parts)
+        # The parts that were read as a whole without being stored.
+        self._read_whole: set[int] = set()
         folder = Path(tempfile.gettempdir()) if folder is None else folder
         self._room = f"{path} in {folder} (needs {derived.size_bytes} bytes there)"
         try:
@@ -187,9 +189,11 @@ class ScratchFile(SourceFile):
         number = self._find(offset_bytes)
         part, starts = self._derived.parts[number], self._derived.starts
         is_whole = (starts[number], part.size_bytes) == (offset_bytes, memory.nbytes)
-        # A reader that requests all of a part gets it without a detour over the disk.
-        if is_whole and not self._is_created[number]:
+        # A reader that requests all of a part gets it without a detour over the disk. It is stored
+        # if it is read again, so that it is created twice at most.
+        if is_whole and not self._is_created[number] and number not in self._read_whole:
             self._create_in(memory.cast("B"), part)
+            self._read_whole.add(number)
             return
         while number < len(self._locks) and starts[number] < offset_bytes + memory.nbytes:
             self._create_once(number)

@@ -32,6 +32,7 @@ import numpy as np
 
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.formats.chunks import expect_covered
 from reshard.checkpoint.formats.rank_files import (
     EXTRA,
     OPTIMIZER,
@@ -477,20 +478,11 @@ def join_parts(folder: Path, name: str, parts: Parts, slots: int) -> StoredTenso
     try:
         if len(shardings) == 1 and None not in shardings:
             return bind_sharding(folder, name, parts, next(iter(shardings)), slots)
-        return _expect_covered(folder, _bind_boxes(folder, name, parts, slots))
+        return _bind_boxes(folder, name, parts, slots)
     except (CoverageError, FormatError):
         raise
     except ReshardError as error:
         raise FormatError(f"{folder}: tensor {name!r}: {error}") from error
-
-
-def _expect_covered(folder: Path, tensor: StoredTensor) -> StoredTensor:
-    """Return a tensor whose parts cover it. Raises CoverageError for another."""
-    try:
-        _ = tensor.assembly
-    except CoverageError as error:
-        raise CoverageError(f"{folder}: {error}") from error
-    return tensor
 
 
 def bind_sharding(
@@ -529,8 +521,9 @@ def bind_sharding(
             if view is not None:
                 views[rank] = view
     spec = None if sharding is None else str(sharding)
-    binding = Binding(layout, addresses, views)
-    return _expect_covered(folder, StoredTensor(name, first.dtype, binding, spec))
+    tensor = StoredTensor(name, first.dtype, Binding(layout, addresses, views), spec)
+    expect_covered(folder, tensor)
+    return tensor
 
 
 def _list_boxes(name: str, rank: int, part: LocalPart) -> tuple[tuple[Box, ArchivedTensor], ...]:
@@ -563,4 +556,6 @@ def _bind_boxes(folder: Path, name: str, parts: Parts, slots: int) -> StoredTens
             f"{folder}: tensor {name!r} of {list(first.shape)}: no rank has any of it"
         )
     binding = bind_regions(first.shape, regions, slots, first.dtype.itemsize_bytes)
-    return StoredTensor(name, first.dtype, binding)
+    tensor = StoredTensor(name, first.dtype, binding)
+    expect_covered(folder, tensor)
+    return tensor

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
-from reshard.checkpoint.formats.source_sharding import (
-    SourceSharding,
-)
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest
 from reshard.errors import CheckpointError
@@ -118,9 +115,9 @@ class TorchDcpFormat(CheckpointFormat):
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
         """Describe the checkpoint in the layouts of the manifest."""
-        from reshard.checkpoint.formats.torch_dcp.reader import read_with_manifest
+        from reshard.checkpoint.formats.torch_dcp.reader import bind_to_manifest
 
-        return read_with_manifest(folder, manifest)
+        return bind_to_manifest(self.open(folder), manifest)
 
     def drops_copies(self, checkpoint: Checkpoint) -> bool:
         """Return whether the save used collectives: PyTorch then stores equal chunks once."""

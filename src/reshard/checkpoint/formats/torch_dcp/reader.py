@@ -91,6 +91,8 @@ MAX_METADATA_BYTES = 1 << 30
 MAX_COMPARED_BYTES = 1 << 20
 
 
+# Chunks and their metadata may be millions of objects, none of which is in a cycle.
+@pause_gc()
 def read(folder: Path, sharding: SourceSharding | None = None) -> Checkpoint:
     """Describe the checkpoint in a folder with `.metadata`, from its files alone.
 
@@ -104,12 +106,6 @@ def read(folder: Path, sharding: SourceSharding | None = None) -> Checkpoint:
         MissingExtraError: a compressed tensor, and the package for it is not installed.
         CoverageError: chunks that overlap, or leave part of a tensor out.
     """
-    # Chunks and their metadata may be millions of objects, none of which is in a cycle.
-    with pause_gc():
-        return _read(folder, sharding)
-
-
-def _read(folder: Path, sharding: SourceSharding | None) -> Checkpoint:
     # 1. The metadata of all ranks, or the merged metadata files of each rank.
     names = () if (folder / METADATA_NAME).exists() else rank_metadata_names(folder)
     if names:
@@ -227,16 +223,6 @@ def _describe_packed(packed: Mapping[str, DerivedFile]) -> str:
         f"are checked until they are read. They are unpacked to {size_bytes} bytes of temporary "
         "files"
     )
-
-
-def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
-    """Describe a checkpoint that reshard wrote, in the layouts of its manifest.
-
-    Raises:
-        FormatError: files that contradict the manifest.
-        CheckpointError: as `read`.
-    """
-    return bind_to_manifest(read(folder), manifest)
 
 
 def bind_to_manifest(found: Checkpoint, manifest: Manifest) -> Checkpoint:

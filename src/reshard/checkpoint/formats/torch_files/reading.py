@@ -74,10 +74,10 @@ from reshard.checkpoint.formats.torch_files.zip_archives import (
     LOCAL_HEADER,
     LOCAL_SIGNATURE,
     SIZES_FOLLOW,
-    ReadRange,
     ZipRecords,
 )
 from reshard.checkpoint.storage.byte_ranges import ByteRange
+from reshard.checkpoint.storage.byte_streams import ReadRange
 from reshard.checkpoint.storage.filesystem import Closing, read_range
 from reshard.checkpoint.storage.remote_files import PrefetchedRanges
 from reshard.dtypes import DType

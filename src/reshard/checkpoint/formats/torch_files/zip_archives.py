@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.torch_files.pickles import shortened
+from reshard.checkpoint.storage.byte_streams import ReadRange
 from reshard.errors import FormatError
-
-ReadRange = Callable[[int, int], bytes]
 
 # Read first: the end record, and usually the whole directory with it.
 _TAIL_BYTES = 4096
