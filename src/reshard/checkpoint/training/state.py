@@ -45,11 +45,11 @@ from typing import Any
 from reshard._records import Record
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.torch_files.optimizer_states import (
+from reshard.checkpoint.formats.optimizer_states import (
     MASTER,
     OPTIMIZER_KEYS,
     STEP,
-    match_in_order,
+    match_groups,
 )
 from reshard.checkpoint.training.model_sets import (
     MODEL_PREFIXES,
@@ -366,7 +366,7 @@ class _StateBuilder:
         weights = self._choose_prefix([])
         groups = self.groups.get(container) or [sorted(shapes)]
         sizes = {bare: self.shapes[name] for bare, name in weights.items()}
-        found = _match_groups(groups, shapes, sizes)
+        found = match_groups(groups, shapes.get, [*sizes.items()])
         if found is None:
             why = (
                 "its parameter has a number, and the shapes of the weights, in their order, do not "
@@ -430,19 +430,6 @@ def _split_by_known(rest: str, known: Mapping[str, str]) -> tuple[str, str]:
             return bare, rest[at + 1 :]
         at = rest.rfind(".", 0, at)
     return "", rest.rpartition(".")[2]
-
-
-def _match_groups(
-    groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], weights: Mapping[str, Shape]
-) -> dict[int, str] | None:
-    """Return the weight of each number, or None if shapes and order are ambiguous."""
-    found: dict[int, str] = {}
-    for group in groups:
-        matched = match_in_order([shapes.get(number) for number in group], [*weights.items()])
-        if matched is None:
-            return None
-        found.update(zip(group, matched, strict=True))
-    return found if len(set(found.values())) == len(found) else None
 
 
 # The keys that states of Optax can have (`reshard.checkpoint.formats.orbax.optax_states`).

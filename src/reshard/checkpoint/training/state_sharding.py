@@ -29,7 +29,7 @@ from functools import lru_cache
 
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.torch_files.optimizer_states import STEP
+from reshard.checkpoint.formats.optimizer_states import STEP
 from reshard.checkpoint.training.model_sets import bare_name, find_common_prefixes
 from reshard.checkpoint.training.state import TrainingState, find_training_state
 from reshard.layout import Layout

@@ -26,7 +26,7 @@ from reshard.checkpoint.blocks.block_io import BlockReader, open_sources
 from reshard.checkpoint.changes.computed_tensors import CastTensor, ComputedTensor, ConstantTensor
 from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, STEP, complete_group
+from reshard.checkpoint.formats.optimizer_states import MASTER, STEP, complete_group
 from reshard.checkpoint.training.model_sets import bare_name, expect_one_model, find_model_sets
 from reshard.checkpoint.training.plain_state import (
     INJECTED,

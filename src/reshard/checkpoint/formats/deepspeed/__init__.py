@@ -380,7 +380,7 @@ class UniversalFormat(DeepSpeedFormat):
     ) -> Mapping[str, Layout] | None:
         """Return layouts of whole tensors, with a copy of tensors that stage 3 reads elsewhere."""
         from reshard.checkpoint.formats.deepspeed.training_parts import find_parts
-        from reshard.checkpoint.formats.torch_files.optimizer_states import STEP, state_name
+        from reshard.checkpoint.formats.optimizer_states import STEP, state_name
 
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         parts = find_parts(shapes, checkpoint.values)

@@ -34,8 +34,8 @@ from reshard.checkpoint.formats.deepspeed import (
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import Stored, TensorCollector
 from reshard.checkpoint.formats.deepspeed.tensor_parallel import INFO, Joiner
+from reshard.checkpoint.formats.optimizer_states import GROUPS, MASTER, state_name
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
-from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, MASTER, state_name
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import CheckpointError, FormatError

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.deepspeed import SavedFiles
 from reshard.checkpoint.formats.deepspeed.flat_buffers import match_expert
+from reshard.checkpoint.formats.optimizer_states import match_groups
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues, flatten_state
-from reshard.checkpoint.formats.torch_files.optimizer_states import match_in_order
 from reshard.checkpoint.formats.torch_files.pickles import Call, shortened
 from reshard.checkpoint.formats.torch_files.reading import read_torch_file
 from reshard.checkpoint.formats.torch_files.values import (
@@ -531,28 +531,14 @@ def _read_optimizer(
 
 def name_parameters(optimizer: WholeOptimizer) -> dict[int, str] | None:
     """Return the name of each number among the model's weights, or None if shapes are ambiguous."""
-    by_number: dict[int, str] = {}
-    weights = optimizer.weights
-    groups = [*optimizer.hyper]
-    while groups:
-        # Groups are disjoint: each that is identified leaves fewer matches for the others.
-        for group in groups:
-            shapes = [optimizer.shape(number) for number in group["params"]]
-            # DeepSpeed marks groups of experts with `moe`; PyTorch's own optimizers have no mark.
-            own = [
-                (name, shape)
-                for name, shape in weights
-                if group.get("moe", is_expert := match_expert(name) is not None) == is_expert
-            ]
-            names = match_in_order(shapes, own)
-            if names is not None:
-                break
-        else:
-            return None
-        groups.remove(group)
-        by_number.update(zip(group["params"], names, strict=True))
-        weights = [(name, shape) for name, shape in weights if name not in names]
-    return by_number
+
+    def may_have(index: int, name: str) -> bool:
+        # DeepSpeed marks groups of experts with `moe`; PyTorch's own optimizers have no mark.
+        is_expert = match_expert(name) is not None
+        return bool(optimizer.hyper[index].get("moe", is_expert)) == is_expert
+
+    groups = [group["params"] for group in optimizer.hyper]
+    return match_groups(groups, optimizer.shape, optimizer.weights, may_have)
 
 
 def list_weights(model: ModelState) -> list[tuple[str, Shape]]:

@@ -26,7 +26,7 @@ from reshard.checkpoint.formats.deepspeed.flat_buffers import (
     sub_groups,
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import lay_out
-from reshard.checkpoint.formats.torch_files.optimizer_states import (
+from reshard.checkpoint.formats.optimizer_states import (
     ADAM_GROUP,
     DECOUPLED,
     GROUPS,

@@ -32,14 +32,14 @@ from reshard.checkpoint.formats.deepspeed import (
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import Stored, TensorCollector
 from reshard.checkpoint.formats.deepspeed.writer import VERSION, Arranger, stage_member
-from reshard.checkpoint.formats.torch_files.building import NewTensor
-from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
-from reshard.checkpoint.formats.torch_files.optimizer_states import (
+from reshard.checkpoint.formats.optimizer_states import (
     GROUPS,
     MASTER,
     STEP,
     state_name,
 )
+from reshard.checkpoint.formats.torch_files.building import NewTensor
+from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.pickles import shortened
 from reshard.checkpoint.formats.torch_files.reading import read_torch_file
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, explain, is_tensor_call

@@ -24,6 +24,13 @@ from reshard.checkpoint.formats.deepspeed.training_parts import (
     plan_flat,
     plan_own,
 )
+from reshard.checkpoint.formats.optimizer_states import (
+    GROUPS,
+    MASTER,
+    find_keys,
+    split_state_name,
+    state_name,
+)
 from reshard.checkpoint.formats.torch_files.building import (
     NewTensor,
     TorchFilesBuilder,
@@ -34,13 +41,6 @@ from reshard.checkpoint.formats.torch_files.nested_states import (
     StatePath,
     settle_paths,
     unflatten_state,
-)
-from reshard.checkpoint.formats.torch_files.optimizer_states import (
-    GROUPS,
-    MASTER,
-    find_keys,
-    split_state_name,
-    state_name,
 )
 from reshard.checkpoint.formats.torch_files.pickles import Call, Global
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan

@@ -31,19 +31,19 @@ import numpy as np
 
 from reshard.checkpoint.contents import StoredItem
 from reshard.checkpoint.formats.megatron.modules import is_expert
+from reshard.checkpoint.formats.optimizer_states import (
+    GROUPS,
+    MASTER,
+    STEP,
+    split_state_name,
+    state_name,
+)
 from reshard.checkpoint.formats.torch_files.building import NewStorage, NewTensor
 from reshard.checkpoint.formats.torch_files.nested_states import (
     PlainValues,
     StatePath,
     settle_paths,
     unflatten_state,
-)
-from reshard.checkpoint.formats.torch_files.optimizer_states import (
-    GROUPS,
-    MASTER,
-    STEP,
-    split_state_name,
-    state_name,
 )
 from reshard.checkpoint.formats.torch_files.pickles import Call, Global
 from reshard.checkpoint.formats.torch_files.reading import read_torch_value

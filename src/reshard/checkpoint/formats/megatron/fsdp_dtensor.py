@@ -39,9 +39,9 @@ def read(folder: Path) -> Checkpoint:
     """
     from reshard.checkpoint.formats.megatron.common_state import add_state, read_object
     from reshard.checkpoint.formats.megatron.modules import engine_name
+    from reshard.checkpoint.formats.optimizer_states import GROUPS, split_state_name
     from reshard.checkpoint.formats.torch_dcp.reader import read as read_chunks
     from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
-    from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, split_state_name
 
     result = read_chunks(folder)
     if not any(name.startswith("model.module.") for name in result.tensors):
@@ -103,7 +103,7 @@ def _name_tensors(checkpoint: Checkpoint) -> Iterator[StoredTensor]:
         name_parameters,
         name_state,
     )
-    from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
+    from reshard.checkpoint.formats.optimizer_states import split_state_name
 
     def name_all() -> Iterator[StoredTensor]:
         for name, tensor in checkpoint.tensors.items():

@@ -52,7 +52,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name, state_name
+from reshard.checkpoint.formats.optimizer_states import split_state_name, state_name
 from reshard.errors import RecipeError
 
 _NORM = re.compile(r"^(.*layers\.\d+\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)$")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from reshard.checkpoint.formats.megatron import modules
 from reshard.checkpoint.formats.megatron.common_state import PARALLELISM
 from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, RankParameter
-from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
+from reshard.checkpoint.formats.optimizer_states import split_state_name
 from reshard.dtypes import DType
 from reshard.errors import FormatError, RecipeError, UsageError
 from reshard.layout import Layout

@@ -22,12 +22,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from reshard.checkpoint.formats.orbax.tree import TreePath
-from reshard.checkpoint.formats.torch_files.optimizer_states import (
+from reshard.checkpoint.formats.optimizer_states import (
     STEP,
     split_state_name,
     state_name,
 )
+from reshard.checkpoint.formats.orbax.tree import TreePath
 
 _MU, _NU = "mu", "nu"
 _COUNT, _VALUE = "count", "value"

@@ -33,6 +33,7 @@ import numpy as np
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.chunks import expect_covered
+from reshard.checkpoint.formats.optimizer_states import OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.rank_files import (
     EXTRA,
     OPTIMIZER,
@@ -42,7 +43,6 @@ from reshard.checkpoint.formats.rank_files import (
 from reshard.checkpoint.formats.safetensors.header import SUFFIX, read_header
 from reshard.checkpoint.formats.torch_files import reading
 from reshard.checkpoint.formats.torch_files.nested_states import flatten_state
-from reshard.checkpoint.formats.torch_files.optimizer_states import OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.torch_files.pickles import Call, Global, shortened
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, as_sizes, explain
 from reshard.checkpoint.storage.remote_paths import map_paths

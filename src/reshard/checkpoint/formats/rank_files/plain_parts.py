@@ -24,13 +24,13 @@ from typing import Any
 
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats import source_sharding
+from reshard.checkpoint.formats.optimizer_states import split_state_name
 from reshard.checkpoint.formats.rank_files.parts import (
     LocalPart,
     Parts,
     bind_sharding,
     list_parameters,
 )
-from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.errors import FormatError, ShardError, UsageError
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats import rank_files
+from reshard.checkpoint.formats import optimizer_states, rank_files
 from reshard.checkpoint.formats.rank_files import plain_parts
 from reshard.checkpoint.formats.rank_files.parts import (
     RankStates,
@@ -17,7 +17,6 @@ from reshard.checkpoint.formats.rank_files.parts import (
     read_states,
 )
 from reshard.checkpoint.formats.source_sharding import SourceSharding, describe_numbering
-from reshard.checkpoint.formats.torch_files import optimizer_states
 from reshard.checkpoint.formats.torch_files.pickles import shortened
 from reshard.checkpoint.formats.torch_files.reading import StorageChecksums
 from reshard.errors import FormatError, UsageError

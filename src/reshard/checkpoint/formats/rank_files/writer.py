@@ -18,6 +18,11 @@ from typing import Any
 import numpy as np
 
 from reshard.binding import View
+from reshard.checkpoint.formats.optimizer_states import (
+    GROUPS,
+    OPTIMIZER_PREFIX,
+    split_state_name,
+)
 from reshard.checkpoint.formats.rank_files import (
     EXTRA,
     MODEL,
@@ -26,11 +31,6 @@ from reshard.checkpoint.formats.rank_files import (
 )
 from reshard.checkpoint.formats.torch_files import building
 from reshard.checkpoint.formats.torch_files.nested_states import unflatten_state
-from reshard.checkpoint.formats.torch_files.optimizer_states import (
-    GROUPS,
-    OPTIMIZER_PREFIX,
-    split_state_name,
-)
 from reshard.checkpoint.formats.torch_files.pickles import Call, Global
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,

@@ -2,5 +2,5 @@
 
 `reading` returns the nested value of a file, with tensors that stay in the file; `nested_states`
 flattens it into names. `building` plans new files. Below them are `pickles`, `zip_archives` and
-`values`. `optimizer_states` defines the names of optimizer state. Start with `reading`.
+`values`. Start with `reading`.
 """

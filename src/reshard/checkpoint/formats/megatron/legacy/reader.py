@@ -41,8 +41,8 @@ from reshard.checkpoint.contents import Checkpoint, StoredFile
 from reshard.checkpoint.formats.megatron import common_state, legacy, modules, rank_blocks
 from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, RankParameter, WholeTensors
 from reshard.checkpoint.formats.megatron.rank_layouts import Parallelism, RankPlace
+from reshard.checkpoint.formats.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
-from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.pickles import Call
 from reshard.checkpoint.formats.torch_files.reading import (
     StorageChecksums,

@@ -27,8 +27,8 @@ from reshard.checkpoint.formats.megatron import (
 )
 from reshard.checkpoint.formats.megatron.rank_blocks import RankParameter
 from reshard.checkpoint.formats.megatron.rank_layouts import RankPlace, StageLayouts
+from reshard.checkpoint.formats.optimizer_states import split_state_name
 from reshard.checkpoint.formats.torch_files.building import NewTensor, TorchFilesBuilder
-from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.checkpoint.formats.torch_files.pickles import Global
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,

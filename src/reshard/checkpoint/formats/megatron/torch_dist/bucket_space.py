@@ -33,8 +33,8 @@ from reshard.checkpoint.formats.megatron.rank_layouts import (
     RankPlace,
     StageLayouts,
 )
+from reshard.checkpoint.formats.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
-from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.reading import read_storage
 from reshard.errors import RecipeError
 from reshard.megatron.names import EMBEDDING

@@ -57,9 +57,9 @@ from reshard.checkpoint.formats.megatron.torch_dist.bucket_space import (
     is_of_buckets,
     read_buckets,
 )
+from reshard.checkpoint.formats.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_dcp import reader
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
-from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.reading import read_storage, read_torch_file
 from reshard.checkpoint.formats.torch_files.values import as_sizes, explain
 from reshard.errors import CheckpointError, FormatError

@@ -29,8 +29,8 @@ from reshard.checkpoint.blocks.fusing import (
 )
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.megatron import modules
+from reshard.checkpoint.formats.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_dcp.writer import StackedPlace
-from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.errors import FormatError
 from reshard.layout import Layout
 from reshard.recipes.naming import Fusion

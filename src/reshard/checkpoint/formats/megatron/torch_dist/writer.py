@@ -20,11 +20,11 @@ from typing import Any
 from reshard.checkpoint.contents import StoredFile
 from reshard.checkpoint.formats.megatron import common_state, modules, torch_dist
 from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import find_places
+from reshard.checkpoint.formats.optimizer_states import split_state_name
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
 from reshard.checkpoint.formats.torch_dcp.metadata import StoredBytes
 from reshard.checkpoint.formats.torch_dcp.writer import StackedPlace, metadata_bytes, plan_chunks
 from reshard.checkpoint.formats.torch_files.building import saved_bytes
-from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     NewFile,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.checkpoint.formats.torch_files.optimizer_states import find_state_names
+from reshard.checkpoint.formats.optimizer_states import find_state_names
 
 PARAMETERS = [("a", (2,)), ("b", (3,))]
 GROUPS = [{"params": [0, 1]}]

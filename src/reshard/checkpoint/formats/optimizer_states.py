@@ -4,13 +4,14 @@
     optimizer.param_groups       groups of hyper-parameters, with the names of parameters in order
 
 Groups are completed by the defaults of PyTorch's optimizers. Numbers of parameters, as
-`optimizer.state_dict()` has them, become names by the order of the model (`find_state_names`).
+`optimizer.state_dict()` has them, become names by the order of the model: of all its parameters
+(`find_state_names`), or of the weights whose shapes fit (`match_groups`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -202,18 +203,50 @@ def complete_group(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, A
 Shape = tuple[int, ...]
 
 
-def match_in_order(
-    shapes: Sequence[Shape | None], weights: Sequence[tuple[str, Shape]]
-) -> list[str] | None:
-    """Return the weights that match a sequence of shapes, or None unless the match is unique.
+def match_groups(
+    groups: Sequence[Sequence[int]],
+    shape_of: Callable[[int], Shape | None],
+    weights: Sequence[tuple[str, Shape]],
+    may_have: Callable[[int, str], bool] = lambda group, name: True,
+) -> dict[int, str] | None:
+    """Return the weight of each number, or None if shapes and order are ambiguous.
 
-    An unknown shape, of a parameter that was never trained, matches any weight.
+    Args:
+        groups: the numbers of the parameters of each group, in the order of the model.
+        shape_of: returns the shape of a parameter. An unknown shape, of a parameter that was never
+            trained, matches any weight.
+        weights: of the model, in order.
+        may_have: returns whether a group, given by its index, may have a weight.
 
-    >>> match_in_order([(2,), (4,)], [("a", (2,)), ("b", (3,)), ("c", (4,))])
-    ['a', 'c']
-    >>> match_in_order([(2,)], [("a", (2,)), ("b", (2,))]) is None
+    >>> shapes = {0: (2,), 1: (3,), 2: (4,)}
+    >>> match_groups([[0], [1, 2]], shapes.get, [("a", (2,)), ("b", (3,)), ("c", (4,))])
+    {0: 'a', 1: 'b', 2: 'c'}
+    >>> match_groups([[0]], shapes.get, [("a", (2,)), ("b", (2,))]) is None
     True
     """
+    names: dict[int, str] = {}
+    unmatched = dict(enumerate(groups))
+    rest = [*weights]
+    while unmatched:
+        # Groups are disjoint: each that is identified leaves fewer matches for the others.
+        for index, group in unmatched.items():
+            own = [(name, shape) for name, shape in rest if may_have(index, name)]
+            matched = _match_in_order([*map(shape_of, group)], own)
+            if matched is not None:
+                break
+        else:
+            return None
+        del unmatched[index]
+        names.update(zip(group, matched, strict=True))
+        taken = {*matched}
+        rest = [(name, shape) for name, shape in rest if name not in taken]
+    return names
+
+
+def _match_in_order(
+    shapes: Sequence[Shape | None], weights: Sequence[tuple[str, Shape]]
+) -> list[str] | None:
+    """Return the weights that match a sequence of shapes, or None unless the match is unique."""
     forward = _match_greedily(shapes, weights)
     backward = _match_greedily(shapes[::-1], weights[::-1])
     # The first and the last match agree if there is a single match.
