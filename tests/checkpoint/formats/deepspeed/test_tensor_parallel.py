@@ -14,12 +14,8 @@ from hypothesis import strategies as st
 import reshard
 from deepspeed_records import unpack
 from reshard.binding import View
-from reshard.checkpoint.formats.deepspeed.tensor_parallel import (
-    Join,
-    Joiner,
-    expect_elements,
-    join_regions,
-)
+from reshard.checkpoint.formats.chunks import BlockPlace, flat_block
+from reshard.checkpoint.formats.deepspeed.tensor_parallel import Joiner
 from reshard.errors import FormatError
 from reshard.geometry.regions import Region
 
@@ -58,19 +54,22 @@ def pieces(name: str, whole: np.ndarray, ranks: int) -> list[np.ndarray]:
     return np.array_split(whole, ranks)
 
 
-def rebuild(join: Join, parts: list[np.ndarray], cuts: list[int]) -> np.ndarray:
+def rebuild(
+    places: tuple[BlockPlace, ...], parts: list[np.ndarray], cuts: list[int], are_copies: bool
+) -> np.ndarray:
     """A parameter of the cells of ranges of its flattened parts; elements that none has are -1."""
-    found = np.full(join.shape, -1)
+    found = np.full(places[0].shape, -1)
     for rank, part in enumerate(parts):
         flat = part.reshape(-1)
         ends = sorted({0, *(cut for cut in cuts if cut < flat.size), flat.size})
         for start, stop in itertools.pairwise(ends):
             held = flat[start:stop]
-            for region in join_regions(join, rank, Region((start,), (stop,), "file", 0, (1,))):
+            stored = [(rank, Region((start,), (stop,), "file", 0, (1,)))]
+            for _, region in places[rank].place(flat_block(stored, 0, part.shape)):
                 place = tuple(slice(a, b) for a, b in zip(*region.box, strict=True))
                 own = held[View(region.offset, region.strides).positions(region.shape)]
                 is_new = found[place] == -1
-                assert (is_new | (join.copies & (found[place] == own))).all(), "an element twice"
+                assert (is_new | (are_copies & (found[place] == own))).all(), "an element twice"
                 found[place] = own
     return found
 
@@ -94,13 +93,10 @@ def test_parts_are_joined_to_the_parameter_that_was_sharded(name: str, cuts: lis
     shape = SHAPES[name]
     whole = np.arange(np.prod(shape)).reshape(shape)
     parts = pieces(name, whole, 2)
-    join = Joiner(INFO, 2, "file").join(name, [part.shape for part in parts])
-    expect_elements(join, "file", name)
-    np.testing.assert_array_equal(rebuild(join, parts, cuts), whole)
-    assert (join.copies, join.is_averaged) == (
-        name in ("norm.weight", "mean"),
-        name == "mean",
-    )
+    places, is_averaged = Joiner(INFO, 2, "file").join(name, [part.shape for part in parts])
+    are_copies = name in ("norm.weight", "mean")
+    np.testing.assert_array_equal(rebuild(places, parts, cuts, are_copies), whole)
+    assert is_averaged == (name == "mean")
 
 
 def piece(shape: list[int], source: int, dest: int, strides: list[int]) -> dict[str, Any]:
@@ -124,8 +120,8 @@ def test_a_map_counts_before_patterns() -> None:
     whole = np.arange(12).reshape(4, 3)
     parts = [whole[:, [0, 2]], whole[:, [1]]]
     info = {**described(), "tp_replicated_parameter_patterns": ["mapped"]}
-    join = Joiner(info, 2, "file").join("mapped", [part.shape for part in parts])
-    np.testing.assert_array_equal(rebuild(join, parts, [3]), whole)
+    places, _ = Joiner(info, 2, "file").join("mapped", [part.shape for part in parts])
+    np.testing.assert_array_equal(rebuild(places, parts, [3], are_copies=False), whole)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +172,8 @@ def test_a_map_that_leaves_elements_out_is_an_error() -> None:
     info = described()
     ranks = info["affine_map"]["params"]["^mapped$"]["ranks"]
     del ranks[0]["pieces"][0]
-    join = Joiner(info, 2, "file").join("mapped", [(4, 2), (4, 1)])
     with pytest.raises(FormatError, match="have 8 elements, expected 12"):
-        expect_elements(join, "file", "mapped")
+        Joiner(info, 2, "file").join("mapped", [(4, 2), (4, 1)])
 
 
 def test_tensor_parallel_parts_without_a_description_are_an_error(tmp_path: Any) -> None:

@@ -22,12 +22,8 @@ from typing import NamedTuple
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
-from reshard.checkpoint.formats.deepspeed.tensor_parallel import (
-    Join,
-    Joiner,
-    expect_elements,
-    join_regions,
-)
+from reshard.checkpoint.formats.chunks import BlockPlace, flat_block
+from reshard.checkpoint.formats.deepspeed.tensor_parallel import Joiner
 from reshard.checkpoint.formats.torch_files.reading import StorageChecksums, find_address
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.storage.filesystem import read_up_to
@@ -159,7 +155,7 @@ class TensorCollector:
         """
         if (joiner := self._joiner) is None:
             return
-        joins: dict[tuple[str, tuple[Shape, ...]], Join] = {}
+        joins: dict[tuple[str, tuple[Shape, ...]], tuple[tuple[BlockPlace, ...], bool]] = {}
         for name, ranks in self._parts.items():
             stage = min(stage for stage, _ in ranks)
             missing = [r for r in range(joiner.ranks) if (stage, r) not in ranks]
@@ -172,23 +168,21 @@ class TensorCollector:
             parameter = self._parameters[name]
             shapes = tuple(ranks[stage, rank][0] for rank in range(joiner.ranks))
             # State is sharded as its parameter.
-            join = joins.get((parameter, shapes))
-            if join is None:
-                join = joins[parameter, shapes] = joiner.join(parameter, shapes)
-                expect_elements(join, joiner.label, parameter)
-            if join.is_averaged:
+            if (parameter, shapes) not in joins:
+                joins[parameter, shapes] = joiner.join(parameter, shapes)
+            places, is_averaged = joins[parameter, shapes]
+            if is_averaged:
                 self._expect_equal(name, [pieces for _, pieces in ranks.values()])
             regions = [
-                (slot, region)
+                region
                 for (_, rank), (shape, pieces) in ranks.items()
-                if shape == join.parts[rank]
-                for slot, piece in pieces
-                for region in join_regions(join, rank, piece)
+                if shape == places[rank].block_shape
+                for region in places[rank].place(flat_block(pieces, 0, shape))
             ]
             if regions:
                 # The boxes of a rank must follow each other.
                 regions.sort(key=lambda pair: pair[0])
-                self.add_regions(name, join.shape, regions)
+                self.add_regions(name, places[0].shape, regions)
 
     def _expect_equal(self, name: str, parts: Sequence[Pieces]) -> None:
         """Raise FormatError for copies that differ and whose mean counts."""

@@ -13,7 +13,7 @@ patterns of names, or a map of each parameter (`affine_map`)::
 
 1. This determines the boxes of each rank's part in the parameter (`Joiner`).
 2. A file has a range of the elements of a part. Its intersections with the boxes of the part are
-   regions of the parameter (`join_regions`).
+   regions of the parameter (`formats.chunks`).
 3. When the parts of all ranks are known, they are joined (`stored_tensors`). Parts of a parameter
    that several stages of a pipeline have are copies.
 4. All copies are bound, and compared when tensors are read (`reshard.checkpoint.copy_checks`). For
@@ -24,18 +24,17 @@ Source: DeepSpeed's universal checkpoints, and `ds_to_universal`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from reshard.binding import View
+from reshard.checkpoint.formats.chunks import BlockPlace
 from reshard.checkpoint.formats.deepspeed.saved_states import SavedPart
 from reshard.checkpoint.formats.torch_files.pickles import shortened
 from reshard.checkpoint.formats.torch_files.values import as_sizes
 from reshard.errors import FormatError
-from reshard.geometry.regions import Region, flat_regions
 from reshard.layout import Box
 
 Shape = tuple[int, ...]
@@ -61,44 +60,6 @@ _MAX_PATTERN_LENGTH = 2000
 _MAX_REPEATS = 4
 _REPEAT = re.compile(r"(?<!\\)[*+{]")
 _RISKY = re.compile(r"(?<!\\)\)[*+?{]|\(\?[^:]|\\[1-9]")
-
-
-# A box of a rank's part, and its first index in the parameter.
-JoinedBox = tuple[Box, Shape]
-
-
-class Join(NamedTuple):
-    """The assembly of a parameter from the parts of ranks.
-
-    Attributes:
-        shape: of the parameter.
-        parts: the shape of each rank's part.
-        boxes: the boxes of each rank that count.
-        copies: whether each rank has the whole.
-        is_averaged: whether the mean of such copies counts.
-    """
-
-    shape: Shape
-    parts: tuple[Shape, ...]
-    boxes: tuple[tuple[JoinedBox, ...], ...]
-    copies: bool = False
-    is_averaged: bool = False
-
-
-def join_regions(join: Join, rank: int, flat: Region) -> Iterator[Region]:
-    """Yield the regions of the parameter in a region of a rank's flattened part.
-
-    >>> halves = Join((4, 3), ((4, 1), (4, 2)), ((), ((Box((0, 0), (4, 2)), (0, 1)),)))
-    >>> [str(region) for region in join_regions(halves, 1, Region((1,), (6,), "file", 9, (1,)))]
-    ['[0:1, 2:3] at 9 of file', '[1:3, 1:3] at 10 of file']
-    """
-    for part in flat_regions(
-        join.parts[rank], flat.start[0], flat.stop[0], flat.container, flat.offset
-    ):
-        for box, start in join.boxes[rank]:
-            common = part.intersect(*box)
-            if common is not None:
-                yield common.translate([to - at for to, at in zip(start, box.start, strict=True)])
 
 
 class Joiner:
@@ -146,12 +107,27 @@ class Joiner:
             "is not known. Convert it with ds_to_universal, whose result is read"
         )
 
-    def join(self, name: str, parts: Sequence[Shape]) -> Join:
-        """Return the assembly of a parameter from parts of these shapes.
+    def join(self, name: str, parts: Sequence[Shape]) -> tuple[tuple[BlockPlace, ...], bool]:
+        """Return the place of each rank's part in a parameter, and whether their mean counts.
 
         Raises:
-            FormatError: parts that do not fit together.
+            FormatError: parts that do not fit together, or leave elements out.
         """
+        places, is_averaged = self._find_places(name, tuple(parts))
+        shape = places[0].shape
+        # Boxes that several ranks have are copies.
+        boxes = {(to, box.shape) for place in places for box, to in place.pieces}
+        held = sum(math.prod(box_shape) for _, box_shape in boxes)
+        if held != math.prod(shape):
+            raise FormatError(
+                f"{self.label}: the parts of {name!r} have {held} elements, expected "
+                f"{math.prod(shape)} of {list(shape)}; {INFO} is of another model, or damaged"
+            )
+        return places, is_averaged
+
+    def _find_places(
+        self, name: str, parts: tuple[Shape, ...]
+    ) -> tuple[tuple[BlockPlace, ...], bool]:
         for pattern, reason in self._unsupported.items():
             if re.match(pattern, name):
                 raise FormatError(
@@ -159,31 +135,32 @@ class Joiner:
                     "DeepSpeed's AutoTP reports"
                 )
         if (pattern_of_map := self._match(self._maps, name)) is not None:
-            return self._join_map(name, self._maps[pattern_of_map], parts)
-        own = tuple(parts)
+            return self._join_map(name, self._maps[pattern_of_map], parts), False
+        is_averaged = False
         if self._is_in(_REPLICATED, name) or self._is_in(_AVERAGED, name):
             self._expect_like(name, parts, None)
-            whole = own[0]
-            each = ((Box((0,) * len(whole), whole), (0,) * len(whole)),)
-            averaged = not self._is_in(_REPLICATED, name)
-            join = Join(whole, own, (each,) * self.ranks, copies=True, is_averaged=averaged)
+            places = (BlockPlace.split(parts[0], None, 0, 1),) * self.ranks
+            is_averaged = not self._is_in(_REPLICATED, name)
         elif self._is_in(_HALVES, name):
             self._expect_like(name, parts, 0)
             if any(shape[0] % 2 for shape in parts):
                 raise self._unfit(name, parts, "two halves each")
             halves = [shape[0] // 2 for shape in parts]
-            join = self._join_widths(name, own, 0, [halves, halves])
+            places = self._join_widths(name, parts, 0, [halves, halves])
         elif (sub := self._match([p for p, *_ in self._sub_params], name)) is not None:
             shape, dim = next((s, d) for p, s, d in self._sub_params if p == sub)
             if any(len(part) != len(shape) for part in parts):
                 raise self._unfit(name, parts, f"{len(shape)} dimensions each")
             self._expect_like(name, parts, dim)
-            join = self._join_widths(name, own, dim, self._find_widths(name, sub, shape, dim, own))
+            widths = self._find_widths(name, sub, shape, dim, parts)
+            places = self._join_widths(name, parts, dim, widths)
         else:
             dim = 1 if self._is_in(_ROWS, name) else 0
             self._expect_like(name, parts, dim)
-            join = self._join_widths(name, own, dim, [[shape[dim] for shape in parts]])
-        return self._cut_vocabulary(name, join) if self._is_in(_VOCABULARY, name) else join
+            places = self._join_widths(name, parts, dim, [[shape[dim] for shape in parts]])
+        if self._is_in(_VOCABULARY, name):
+            places = self._drop_padding(name, places)
+        return places, is_averaged
 
     # Reading `info`.
 
@@ -243,8 +220,8 @@ class Joiner:
 
     def _join_widths(
         self, name: str, parts: tuple[Shape, ...], dim: int, widths: Sequence[Sequence[int]]
-    ) -> Join:
-        """Return a parameter of sub-parameters, each cut along `dim` in the widths of its parts."""
+    ) -> tuple[BlockPlace, ...]:
+        """Join sub-parameters, each sharded along `dim` in the widths of its parts."""
         if any(
             sum(of_ranks[rank] for of_ranks in widths) != shape[dim]
             for rank, shape in enumerate(parts)
@@ -252,7 +229,7 @@ class Joiner:
             raise self._unfit(name, parts, f"widths {[list(of_ranks) for of_ranks in widths][:4]}")
         first = parts[0]
         total = sum(shape[dim] for shape in parts)
-        boxes: list[list[JoinedBox]] = [[] for _ in parts]
+        pieces: list[list[tuple[Box, Shape]]] = [[] for _ in parts]
         inside = [0] * len(parts)
         at = 0
         for of_ranks in widths:
@@ -261,11 +238,13 @@ class Joiner:
                     before, after = (0,) * dim, (0,) * (len(first) - dim - 1)
                     local = (*before, inside[rank], *after)
                     stop = (*first[:dim], inside[rank] + width, *first[dim + 1 :])
-                    boxes[rank].append((Box(local, stop), (*before, at, *after)))
+                    pieces[rank].append((Box(local, stop), (*before, at, *after)))
                 inside[rank] += width
                 at += width
         whole = (*first[:dim], total, *first[dim + 1 :])
-        return Join(whole, parts, tuple(map(tuple, boxes)))
+        return tuple(
+            BlockPlace(whole, part, tuple(own)) for part, own in zip(parts, pieces, strict=True)
+        )
 
     def _find_widths(
         self, name: str, pattern: str, shape: Sequence[Any], dim: int, parts: tuple[Shape, ...]
@@ -294,32 +273,34 @@ class Joiner:
             )
         return [[size // self.ranks] * self.ranks for size in sizes]
 
-    def _cut_vocabulary(self, name: str, join: Join) -> Join:
+    def _drop_padding(self, name: str, places: tuple[BlockPlace, ...]) -> tuple[BlockPlace, ...]:
         """Remove the rows that pad a vocabulary."""
-        size = self._vocabulary_size
-        if type(size) is not int or not join.shape or not 0 < size <= join.shape[0]:
+        size, shape = self._vocabulary_size, places[0].shape
+        if type(size) is not int or not shape or not 0 < size <= shape[0]:
             raise self.wrong(
-                f"{_VOCABULARY_SIZE} {shortened(repr(size))} for {name!r} of {list(join.shape)}"
+                f"{_VOCABULARY_SIZE} {shortened(repr(size))} for {name!r} of {list(shape)}"
             )
-        boxes = tuple(
-            tuple(
+        kept = []
+        for place in places:
+            pieces = tuple(
                 (Box(box.start, (min(box.stop[0], box.start[0] + size - at[0]), *box.stop[1:])), at)
-                for box, at in boxes
+                for box, at in place.pieces
                 if at[0] < size
             )
-            for boxes in join.boxes
-        )
-        return join._replace(shape=(size, *join.shape[1:]), boxes=boxes)
+            kept.append(BlockPlace((size, *shape[1:]), place.block_shape, pieces))
+        return tuple(kept)
 
     # Maps.
 
-    def _join_map(self, name: str, value: SavedPart, parts: Sequence[Shape]) -> Join:
-        """Return the assembly of a parameter whose boxes are listed."""
+    def _join_map(
+        self, name: str, value: SavedPart, parts: Sequence[Shape]
+    ) -> tuple[BlockPlace, ...]:
+        """Join a parameter whose boxes are listed."""
         whole, ranks = as_sizes(value.get("logical_shape")), value.take_dict("ranks", optional=True)
         if whole is None or {str(rank) for rank in ranks} != {*map(str, range(self.ranks))}:
             raise self.wrong(f"a map of {name!r} that is not of {self.ranks} ranks")
         by_rank = {int(rank): SavedPart(entry, value.label) for rank, entry in ranks.items()}
-        boxes = []
+        places = []
         for rank, part in enumerate(parts):
             shape = as_sizes(by_rank[rank].get("shard_shape"))
             if shape != part:
@@ -329,13 +310,12 @@ class Joiner:
                 box = self._read_piece(name, piece, part, whole)
                 if box is not None:
                     own.append(box)
-            boxes.append(tuple(own))
-        is_copied = all(part == whole for part in parts)
-        return Join(whole, tuple(parts), tuple(boxes), copies=is_copied)
+            places.append(BlockPlace(whole, part, tuple(own)))
+        return tuple(places)
 
     def _read_piece(
         self, name: str, piece: SavedPart, part: Shape, whole: Shape
-    ) -> JoinedBox | None:
+    ) -> tuple[Box, Shape] | None:
         shape, scale = as_sizes(piece.get("shape")), piece.get("scale")
         if shape is None or len(shape) != len(whole) or scale not in (None, 1.0):
             raise self.wrong(f"a piece of {name!r} that is scaled, or lacks a shape of {whole}")
@@ -367,15 +347,3 @@ class Joiner:
             starts.append(tuple(start))
         stop = tuple(at + size for at, size in zip(starts[1], shape, strict=True))
         return Box(starts[1], stop), starts[0]
-
-
-def expect_elements(join: Join, label: str, name: str) -> None:
-    """Raise FormatError unless the boxes of all ranks have as many elements as the parameter."""
-    # Boxes that several ranks have are copies.
-    boxes = {(start, box.shape) for box, start in itertools.chain(*join.boxes)}
-    held = sum(math.prod(shape) for _, shape in boxes)
-    if held != math.prod(join.shape):
-        raise FormatError(
-            f"{label}: the parts of {name!r} have {held} elements, expected "
-            f"{math.prod(join.shape)} of {list(join.shape)}; {INFO} is of another model, or damaged"
-        )

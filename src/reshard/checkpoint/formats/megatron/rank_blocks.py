@@ -1,15 +1,8 @@
-"""Blocks of ranks: their boxes in the whole parameter, and their locations in flat buffers.
+"""The buffers of Megatron's distributed optimizer: the locations of ranks' blocks in them.
 
-A rank has a block of each parameter. Along the dimension of tensor parallelism, the block is a
-stretch of the whole, or several: of a gated layer a part of the gate, then a part of the other half
-(`BlockPlace`)::
-
-    whole  | gate 0 | gate 1 | up 0 | up 1 |        block of rank 1  | gate 1 | up 1 |
-                                                    boxes  0:4 at 4, 4:8 at 12
-
-A block is stored as a tensor, or flat in a bucket of the distributed optimizer
-(`flat_block`): as regions, whose container is a file and whose unit is a byte, each with the rank
-that has it. `WholeTensors` assembles the blocks of all ranks.
+A rank has a block of each parameter (`formats.chunks`). Its optimizer state is stored as tensors,
+or flat in the buckets of buffers: as regions, whose container is a file and whose unit is a byte,
+each with the rank that has it.
 
 Megatron-core's optimizer puts the parameters of a dtype on a rank into a buffer, in reversed order,
 each at a multiple of 64 elements, and divides the buffer into buckets that data-parallel ranks can
@@ -30,131 +23,18 @@ The lengths are compared with the lengths in the checkpoint (`find_plan`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.blocks.fusing import StoredRegion
-from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.formats.chunks import flat_block
 from reshard.checkpoint.formats.megatron.modules import is_expert
 from reshard.checkpoint.formats.torch_files.reading import region_of
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.dtypes import DType
-from reshard.errors import FormatError
-from reshard.geometry.regions import bind_regions, flat_regions
-from reshard.layout import Box
 from reshard.megatron.names import EMBEDDING, OUTPUT
 
 Shape = tuple[int, ...]
-
-
-class BlockPlace(NamedTuple):
-    """The place of a rank's block in the whole of `shape`.
-
-    `pieces` are boxes of the block, each with its first index in the whole.
-    """
-
-    shape: Shape
-    block_shape: Shape
-    pieces: tuple[tuple[Box, Shape], ...]
-
-    @classmethod
-    def cut(
-        cls, block: Sequence[int], dimension: int | None, part: int, parts: int, stride: int = 1
-    ) -> BlockPlace:
-        """Return the place of block number `part` of `parts` blocks of the shape `block`.
-
-        `stride` is the number of stretches of a block, as Megatron's `partition_stride`.
-
-        >>> [str(box) for box in BlockPlace.cut((8, 4), 0, 1, 2, 2).boxes()]
-        ['[4:8, 0:4]', '[12:16, 0:4]']
-        """
-        shape, zeros = tuple(block), (0,) * len(block)
-        if dimension is None or parts == 1:
-            return cls(shape, shape, ((Box(zeros, shape), zeros),))
-        d, length = dimension, shape[dimension] // stride
-        pieces = []
-        for n in range(stride):
-            start = (*zeros[:d], n * length, *zeros[d + 1 :])
-            stop = (*shape[:d], (n + 1) * length, *shape[d + 1 :])
-            to = (*zeros[:d], (n * parts + part) * length, *zeros[d + 1 :])
-            pieces.append((Box(start, stop), to))
-        whole = (*shape[:d], shape[d] * parts, *shape[d + 1 :])
-        return cls(whole, shape, tuple(pieces))
-
-    def boxes(self) -> list[Box]:
-        """Return the boxes of the block in the whole, in the block's order."""
-        return [
-            Box(to, tuple(a + n for a, n in zip(to, box.shape, strict=True)))
-            for box, to in self.pieces
-        ]
-
-    def place(self, regions: Iterable[StoredRegion]) -> Iterator[StoredRegion]:
-        """Yield regions of the block as regions of the whole."""
-        for slot, region in regions:
-            for box, to in self.pieces:
-                # A block without elements does not intersect with itself.
-                common = region if 0 in self.block_shape else region.intersect(*box)
-                if common is not None:
-                    by = [a - b for a, b in zip(to, box.start, strict=True)]
-                    yield slot, common.translate(by)
-
-
-def flat_block(regions: Iterable[StoredRegion], start: int, shape: Shape) -> Iterator[StoredRegion]:
-    """Yield the block of `shape` that is flat in a 1-D tensor, from index `start` on.
-
-    `regions` are the regions in which the 1-D tensor is stored.
-    """
-    stop = start + math.prod(shape)
-    for slot, region in regions:
-        low, high = max(start, region.start[0]), min(stop, region.stop[0])
-        if low < high:
-            part = region.narrow(0, low, high)
-            for own in flat_regions(
-                shape, low - start, high - start, part.container, part.offset, part.strides[0]
-            ):
-                yield slot, own
-
-
-class WholeTensors:
-    """The tensors that are assembled from the blocks of ranks, by name."""
-
-    def __init__(self) -> None:
-        # By tensor: its type and shape, the label of its first block, and its regions.
-        self.tensors: dict[str, tuple[DType, Shape, str, list[StoredRegion]]] = {}
-
-    def add(
-        self,
-        name: str,
-        dtype: DType,
-        place: BlockPlace,
-        block: Iterable[StoredRegion],
-        label: str,
-    ) -> None:
-        """Add a rank's block, in regions of the block; `label` names its rank in errors.
-
-        Raises FormatError if ranks have different dtypes or shapes.
-        """
-        known = self.tensors.setdefault(name, (dtype, place.shape, label, []))
-        if known[:2] != (dtype, place.shape):
-            raise FormatError(
-                f"{label} has a part of {name!r}, {dtype.name} {list(place.shape)} in all, where "
-                f"{known[2]} has one of {known[0].name} {list(known[1])}; they are of "
-                "different saves"
-            )
-        known[3].extend(place.place(block))
-
-    def stored(self, slots: int) -> Mapping[str, StoredTensor]:
-        """Return the tensors over `slots` ranks.
-
-        Raises CoverageError if a part of a tensor is missing.
-        """
-        tensors = {}
-        for name, (dtype, shape, _, regions) in self.tensors.items():
-            binding = bind_regions(shape, regions, slots, dtype.itemsize_bytes)
-            tensors[name] = StoredTensor(name, dtype, binding)
-        for tensor in tensors.values():
-            _ = tensor.assembly
-        return tensors
 
 
 # Megatron begins each parameter at a multiple of 128 bytes; parameters have 16 bits or more.

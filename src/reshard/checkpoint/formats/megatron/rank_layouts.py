@@ -19,9 +19,10 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from reshard.checkpoint.formats.chunks import BlockPlace
 from reshard.checkpoint.formats.megatron import modules
 from reshard.checkpoint.formats.megatron.common_state import PARALLELISM
-from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, RankParameter
+from reshard.checkpoint.formats.megatron.rank_blocks import RankParameter
 from reshard.checkpoint.formats.optimizer_states import split_state_name
 from reshard.dtypes import DType
 from reshard.errors import FormatError, RecipeError, UsageError
@@ -305,11 +306,11 @@ class StageLayouts:
         # Without tensor parallelism the block is the whole.
         dimension, stride = self.cut(parameter, shape)
         if dimension is None:
-            return BlockPlace.cut(shape, None, 0, 1)
+            return BlockPlace.split(shape, None, 0, 1)
         parts = self.sizes.tp
         own = list(shape)
         own[dimension] //= parts
-        return BlockPlace.cut(own, dimension, place.tp, parts, stride)
+        return BlockPlace.split(own, dimension, place.tp, parts, stride)
 
     def rank_name(self, parameter: str, place: RankPlace) -> str:
         """Return a parameter's name on the rank at a place, in Transformer Engine's layers."""

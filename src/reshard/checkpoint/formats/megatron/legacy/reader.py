@@ -38,8 +38,9 @@ from typing import Any, NamedTuple
 from reshard.binding import View
 from reshard.checkpoint.blocks.fusing import StoredRegion
 from reshard.checkpoint.contents import Checkpoint, StoredFile
+from reshard.checkpoint.formats.chunks import BlockPlace, WholeTensors, flat_block
 from reshard.checkpoint.formats.megatron import common_state, legacy, modules, rank_blocks
-from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, RankParameter, WholeTensors
+from reshard.checkpoint.formats.megatron.rank_blocks import RankParameter
 from reshard.checkpoint.formats.megatron.rank_layouts import Parallelism, RankPlace
 from reshard.checkpoint.formats.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
@@ -372,9 +373,7 @@ class RankOptimizer:
             flat = replace(
                 tensor, shape=(math.prod(tensor.shape),), view=View(tensor.view.offset, (1,))
             )
-            regions = rank_blocks.flat_block(
-                [(self._rank.slot, region_of(path, flat))], 0, param.shape
-            )
+            regions = flat_block([(self._rank.slot, region_of(path, flat))], 0, param.shape)
             yield from self._split(param, key, tensor.dtype, path, [*regions])
             return
         block = ((self._rank.slot, region_of(path, tensor)),)
@@ -405,7 +404,7 @@ class RankOptimizer:
             yield StateBlock(param.chunk, name, key, dtype, shape, path, own)
 
 
-_SCALAR = BlockPlace.cut((), None, 0, 1)
+_SCALAR = BlockPlace.split((), None, 0, 1)
 # Parts of a rank's file that are not values of the whole training.
 _OWN_PARTS = ("model", "optimizer", "rng_state", "args")
 
@@ -600,7 +599,7 @@ class _Builder:
         dimension, stride = cut or (None, 1)
         if dimension is not None and dimension >= len(shapes[name]):
             raise FormatError(f"{self.folder}: {name!r} has the shape {list(shapes[name])}")
-        return BlockPlace.cut(shapes[name], dimension, chunk.place.tp % parts, parts, stride)
+        return BlockPlace.split(shapes[name], dimension, chunk.place.tp % parts, parts, stride)
 
     def _is_tied(self, name: str) -> bool:
         """Return whether a tensor is the embedding once more, on the last stage."""

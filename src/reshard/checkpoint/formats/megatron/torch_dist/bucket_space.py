@@ -26,6 +26,7 @@ from typing import Any
 
 from reshard.checkpoint.blocks.fusing import list_stored_regions
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.formats.chunks import WholeTensors
 from reshard.checkpoint.formats.megatron import common_state, rank_blocks
 from reshard.checkpoint.formats.megatron.modules import common_key, is_expert, sort_by_modules
 from reshard.checkpoint.formats.megatron.rank_layouts import (
@@ -146,7 +147,7 @@ def _assemble(
     ordered = _sort(stages, arguments)
     dtypes = {stages.engine[name]: tensor.dtype for name, tensor in weights.items()}
     has_chain = any(chain for chain, _, _ in buffers)
-    whole = rank_blocks.WholeTensors()
+    whole = WholeTensors()
     for chain in sorted({chain for chain, _, _ in buffers}):
         ranks = sorted({rank for of, rank, _ in buffers if of == chain})
         for rank in ranks:
@@ -160,7 +161,7 @@ def _assemble(
 
 
 def _add(
-    whole: rank_blocks.WholeTensors,
+    whole: WholeTensors,
     stages: StageLayouts,
     place: RankPlace,
     parameters: Sequence[rank_blocks.RankParameter],
