@@ -12,7 +12,6 @@ from reshard.binding import FileRange
 from reshard.checkpoint.formats.orbax.ocdbt import (
     MANIFEST_MAGIC,
     NODE_MAGIC,
-    DataPlace,
     NodePlace,
     StoredValue,
     crc32c,
@@ -46,7 +45,9 @@ def test_lengths(size: int) -> None:
     assert crc32c(content) == bit_by_bit(content)
 
 
-PLACE = DataPlace("", "d/nodes", 0, 0)
+def inline(content: bytes) -> StoredValue:
+    """A value in a node."""
+    return StoredValue(len(content), content=content)
 
 
 def open_by_tensorstore(folder: Path) -> object:
@@ -83,15 +84,15 @@ def test_tensorstore_reads_our_database(tmp_path: Path, max_keys: int) -> None:
     data = bytes(range(256)) * 4
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "data").write_bytes(data)
-    values: list[tuple[bytes, bytes | DataPlace]] = []
+    values: list[tuple[bytes, StoredValue]] = []
     for n in range(300):
-        place = DataPlace("", "d/data", n, n + 1)
-        values.append((f"k/{n:04d}/x".encode(), b"v" * n if n % 2 else place))
+        place = StoredValue(n + 1, FileRange("d/data", n))
+        values.append((f"k/{n:04d}/x".encode(), inline(b"v" * n) if n % 2 else place))
     for name, content in encode_database(values, "d/nodes", bytes(16), max_keys):
         (tmp_path / name).write_bytes(content)
     expected = {
-        key.decode(): value if isinstance(value, bytes) else data[value.start_bytes :][: n + 1]
-        for n, (key, value) in enumerate(values)
+        key.decode(): b"v" * n if n % 2 else data[n : 2 * n + 1]
+        for n, (key, _) in enumerate(values)
     }
     assert values_of(tmp_path) == expected
     found = open_key_values(tmp_path)
@@ -100,13 +101,15 @@ def test_tensorstore_reads_our_database(tmp_path: Path, max_keys: int) -> None:
 
 def small_database() -> dict[str, bytes]:
     return dict(
-        encode_database([(b"a", b"1"), (b"b", DataPlace("", "d/x", 3, 4))], "d/n", bytes(16))
+        encode_database(
+            [(b"a", inline(b"1")), (b"b", StoredValue(4, FileRange("d/x", 3)))], "d/n", bytes(16)
+        )
     )
 
 
 def test_every_flipped_byte_is_noticed() -> None:
     files = small_database()
-    node = NodePlace(DataPlace("", "d/n", 0, len(files["d/n"])), 0, b"")
+    node = NodePlace("", "d/n", 0, len(files["d/n"]), 0, b"")
     for at in range(len(files["d/n"])):
         damaged = bytearray(files["d/n"])
         damaged[at] ^= 1
@@ -141,8 +144,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_bodies_that_cannot_be(name: str) -> None:
+    node = NodePlace("", "d/nodes", 0, 0, 0, b"")
     with pytest.raises(FormatError):
-        decode_node(framed(NODE_MAGIC, HOSTILE[name]), NodePlace(PLACE, 0, b""), "node")
+        decode_node(framed(NODE_MAGIC, HOSTILE[name]), node, "node")
 
 
 def test_a_manifest_in_parts_is_refused() -> None:
@@ -153,7 +157,8 @@ def test_a_manifest_in_parts_is_refused() -> None:
 
 def test_a_node_that_leads_to_itself(tmp_path: Path) -> None:
     # A node of height 0 cannot lead on; one of height 1 to itself is of another height there.
-    files = dict(encode_database([(f"{n}".encode(), b"v") for n in range(9)], "d/n", bytes(16), 4))
+    values = [(f"{n}".encode(), inline(b"v")) for n in range(9)]
+    files = dict(encode_database(values, "d/n", bytes(16), 4))
     (tmp_path / "d").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -161,7 +166,7 @@ def test_a_node_that_leads_to_itself(tmp_path: Path) -> None:
     assert open_key_values(tmp_path).find("8") is not None
 
 
-def write_database(folder: Path, *values: tuple[bytes, bytes | DataPlace]) -> None:
+def write_database(folder: Path, *values: tuple[bytes, StoredValue]) -> None:
     (folder / "d").mkdir()
     for name, content in encode_database(values, "d/n", bytes(16)):
         (folder / name).write_bytes(content)
@@ -184,14 +189,14 @@ def test_keys_that_lead_outside(tmp_path: Path, key: str) -> None:
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "d/../../x", ""])
 def test_places_outside(tmp_path: Path, path: str) -> None:
-    write_database(tmp_path, (b"a", DataPlace("", path, 0, 1)))
+    write_database(tmp_path, (b"a", StoredValue(1, FileRange(path, 0))))
     with pytest.raises(FormatError, match="outside"):
         open_key_values(tmp_path)
 
 
 def test_places_that_no_file_has(tmp_path: Path) -> None:
-    stored = (b"a", DataPlace("", "d/x", 0, 9)), (b"b", DataPlace("", "d/n", 0, 1 << 40))
-    write_database(tmp_path, *stored)
+    missing, short = StoredValue(9, FileRange("d/x", 0)), StoredValue(1 << 40, FileRange("d/n", 0))
+    write_database(tmp_path, (b"a", missing), (b"b", short))
     values = open_key_values(tmp_path)
     with pytest.raises(CheckpointError, match="missing"):
         values.find("a")
@@ -200,7 +205,7 @@ def test_places_that_no_file_has(tmp_path: Path) -> None:
 
 
 def test_a_database_without_its_nodes(tmp_path: Path) -> None:
-    write_database(tmp_path, (b"a", b"1"))
+    write_database(tmp_path, (b"a", inline(b"1")))
     (tmp_path / "d" / "n").unlink()
     with pytest.raises(CheckpointError, match="missing"):
         open_key_values(tmp_path)

@@ -29,6 +29,7 @@ Sources: the documentation of TensorStore's `ocdbt` driver, "Storage format"; RF
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -37,7 +38,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard._records import Record
 from reshard.binding import FileRange
 from reshard.checkpoint.formats.orbax import MANIFEST_NAME
 from reshard.checkpoint.manifest import is_plain_name
@@ -133,21 +133,37 @@ _MAX_ENCODED_NODE_BYTES = 100_000_000
 _ARITY_LOG2 = 4
 
 
-class DataPlace(NamedTuple):
-    """A range of a data file; paths in nodes of that file are relative to `base`."""
+class NodePlace(NamedTuple):
+    """The range of a data file that is a node, its height in the tree, and its keys' prefix.
+
+    Paths in the node are relative to `base`.
+    """
 
     base: str
     path: str
     start_bytes: int
     size_bytes: int
-
-
-class NodePlace(NamedTuple):
-    """The location of a node, its height in the tree, and the common prefix of its keys."""
-
-    place: DataPlace
     height: int
     prefix: bytes
+
+
+class StoredValue(NamedTuple):
+    """The value of a key: `size_bytes` at `place`, or `content` if it is in a node."""
+
+    size_bytes: int
+    place: FileRange | None = None
+    content: bytes | None = None
+
+    def read(self, folder: Path, start_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        """Read `size_bytes` from `start_bytes` on, by default all bytes.
+
+        Raises FormatError for bytes that are missing, or too many to be read at once.
+        """
+        size = self.size_bytes - start_bytes if size_bytes is None else size_bytes
+        if self.place is None:
+            return (self.content or b"")[start_bytes : start_bytes + size]
+        start_bytes += self.place.start_bytes
+        return read_file_range(folder / self.place.path, start_bytes, size, MAX_NODE_BYTES)
 
 
 class _NodeColumns:
@@ -227,15 +243,13 @@ class _NodeColumns:
 
     def places(
         self, files: Sequence[tuple[str, str]], numbers: IntArray, starts: IntArray, sizes: IntArray
-    ) -> list[DataPlace]:
+    ) -> list[tuple[tuple[str, str], int, int]]:
+        """Return ranges of files of the table: a base path and a whole path, start and size."""
         if any((column < 0).any() for column in (numbers, starts, sizes)):
             raise self.fail("refers to a negative offset")
         rows = zip(numbers.tolist(), starts.tolist(), sizes.tolist(), strict=True)
         try:
-            return [
-                DataPlace(files[number][0], files[number][1], start, size)
-                for number, start, size in rows
-            ]
+            return [(files[number], start, size) for number, start, size in rows]
         except IndexError:
             raise self.fail(f"refers to a data file beyond the {len(files)} of its table") from None
 
@@ -307,13 +321,13 @@ def decode_manifest(content: bytes, label: str) -> NodePlace | None:
     if not count or not keys[-1]:
         return None
     # Only the latest version is used; earlier versions may be missing.
-    (place,) = columns.places(files, numbers[-1:], starts[-1:], sizes[-1:])
-    return NodePlace(place, heights[-1], b"")
+    (((base, path), start, size),) = columns.places(files, numbers[-1:], starts[-1:], sizes[-1:])
+    return NodePlace(base, path, start, size, heights[-1], b"")
 
 
 def decode_node(
     content: bytes, node: NodePlace, label: str
-) -> tuple[dict[bytes, bytes | DataPlace], list[NodePlace]]:
+) -> tuple[dict[bytes, StoredValue], list[NodePlace]]:
     """Return the values of a leaf by key, or the children of an interior node.
 
     Raises:
@@ -323,7 +337,7 @@ def decode_node(
     height = columns.take(1)[0]
     if height != node.height:
         raise columns.fail(f"is of height {height}, where {node.height} leads to it")
-    files = columns.files(node.place.base)
+    files = columns.files(node.base)
     count = columns.count()
     prefixes, suffixes = columns.varints(max(count - 1, 0)), columns.varints(count)
     if not height:
@@ -334,17 +348,21 @@ def decode_node(
             raise columns.fail("has values of an unknown kind")
         numbers, starts = columns.varints(apart), columns.varints(apart)
         places = iter(columns.places(files, numbers, starts, lengths[kinds == 1]))
-        values: dict[bytes, bytes | DataPlace] = {}
+        values: dict[bytes, StoredValue] = {}
         for key, length, kind in zip(keys, lengths.tolist(), kinds.tolist(), strict=True):
-            values[node.prefix + key] = next(places) if kind else columns.take(length)
+            if kind:
+                (_, path), start, size = next(places)
+                values[node.prefix + key] = StoredValue(size, FileRange(path, start))
+            else:
+                values[node.prefix + key] = StoredValue(length, content=columns.take(length))
         columns.end()
         return values, []
     common = columns.varints(count).tolist()
     keys = columns.prefixed(prefixes, suffixes)
     children = columns.places(files, *(columns.varints(count) for _ in range(3)))
     return {}, [
-        NodePlace(place, height - 1, node.prefix + key[:size])
-        for key, size, place in zip(keys, common, children, strict=True)
+        NodePlace(base, path, start, size, height - 1, node.prefix + key[:shared])
+        for key, shared, ((base, path), start, size) in zip(keys, common, children, strict=True)
     ]
 
 
@@ -398,18 +416,17 @@ class NewNode(NamedTuple):
 
     content: bytes
     first_key: bytes
-    common_bytes: int
     keys: int
     tree_bytes: int
     apart_bytes: int
 
 
-def encode_leaf(values: Sequence[tuple[bytes, bytes | DataPlace]], prefix: bytes = b"") -> NewNode:
-    """Encode a leaf of values in the order of their keys, all of which begin with `prefix`."""
-    paths = sorted({value.path for _, value in values if isinstance(value, DataPlace)})
+def _encode_leaf(values: Sequence[tuple[bytes, StoredValue]]) -> NewNode:
+    """Encode a leaf of values in the order of their keys."""
+    places = [value.place for _, value in values if value.place is not None]
+    paths = sorted({place.path for place in places})
     numbers = {path: number for number, path in enumerate(paths)}
-    prefixes, suffixes, text = _split_keys([key[len(prefix) :] for key, _ in values])
-    places = [value for _, value in values if isinstance(value, DataPlace)]
+    prefixes, suffixes, text = _split_keys([key for key, _ in values])
     body = b"".join(
         (
             b"\0",
@@ -418,56 +435,52 @@ def encode_leaf(values: Sequence[tuple[bytes, bytes | DataPlace]], prefix: bytes
             prefixes,
             suffixes,
             text,
-            _varints(
-                value.size_bytes if isinstance(value, DataPlace) else len(value)
-                for _, value in values
-            ),
-            bytes(isinstance(value, DataPlace) for _, value in values),
+            _varints(value.size_bytes for _, value in values),
+            bytes(value.place is not None for _, value in values),
             _varints(numbers[place.path] for place in places),
             _varints(place.start_bytes for place in places),
-            *(value for _, value in values if not isinstance(value, DataPlace)),
+            *(value.content or b"" for _, value in values if value.place is None),
         )
     )
     content = _frame(NODE_MAGIC, body)
-    apart = sum(place.size_bytes for place in places)
-    return NewNode(content, values[0][0], len(prefix), len(values), len(content), apart)
+    apart = sum(value.size_bytes for _, value in values if value.place is not None)
+    return NewNode(content, values[0][0], len(values), len(content), apart)
 
 
-def encode_parent(children: Sequence[tuple[NewNode, DataPlace]]) -> NewNode:
-    """Encode the parent of leaves, with the location of each."""
-    paths = sorted({place.path for _, place in children})
-    numbers = {path: number for number, path in enumerate(paths)}
-    prefixes, suffixes, text = _split_keys([node.first_key for node, _ in children])
+def _encode_parent(leaves: Sequence[NewNode], path: str, starts: Sequence[int]) -> NewNode:
+    """Encode the parent of leaves that begin at `starts` of the file at `path`."""
+    prefixes, suffixes, text = _split_keys([leaf.first_key for leaf in leaves])
+    # The leaves are in the first file of the table, and leave out no prefix of their keys.
+    zeros = _varints([0] * len(leaves))
     body = b"".join(
         (
             b"\1",
-            _encode_files(paths),
-            _varint(len(children)),
+            _encode_files([path]),
+            _varint(len(leaves)),
             prefixes,
             suffixes,
-            _varints(node.common_bytes for node, _ in children),
+            zeros,
             text,
-            _varints(numbers[place.path] for _, place in children),
-            _varints(place.start_bytes for _, place in children),
-            _varints(place.size_bytes for _, place in children),
-            _varints(node.keys for node, _ in children),
-            _varints(node.tree_bytes for node, _ in children),
-            _varints(node.apart_bytes for node, _ in children),
+            zeros,
+            _varints(starts),
+            _varints(len(leaf.content) for leaf in leaves),
+            _varints(leaf.keys for leaf in leaves),
+            _varints(leaf.tree_bytes for leaf in leaves),
+            _varints(leaf.apart_bytes for leaf in leaves),
         )
     )
     content = _frame(NODE_MAGIC, body)
     return NewNode(
         content,
-        children[0][0].first_key,
-        0,
-        sum(node.keys for node, _ in children),
-        len(content) + sum(node.tree_bytes for node, _ in children),
-        sum(node.apart_bytes for node, _ in children),
+        leaves[0].first_key,
+        sum(leaf.keys for leaf in leaves),
+        len(content) + sum(leaf.tree_bytes for leaf in leaves),
+        sum(leaf.apart_bytes for leaf in leaves),
     )
 
 
-def encode_manifest(root: NewNode, place: DataPlace, height: int, identity: bytes) -> bytes:
-    """Encode a manifest with a single version; `identity` is 16 bytes, unique to the database."""
+def _encode_manifest(root: NewNode, path: str, start: int, height: int, identity: bytes) -> bytes:
+    """Encode a manifest with a single version, whose root begins at `start` of a file."""
     body = b"".join(
         (
             identity,
@@ -477,12 +490,12 @@ def encode_manifest(root: NewNode, place: DataPlace, height: int, identity: byte
             bytes([_ARITY_LOG2]),
             # Zstandard at its default level.
             _varint(1) + bytes(4),
-            _encode_files([place.path]),
+            _encode_files([path]),
             _varint(1),
             # Generation 1, whose root is in the first file.
             _varint(1) + bytes([height]) + _varint(0),
-            _varint(place.start_bytes),
-            _varint(place.size_bytes),
+            _varint(start),
+            _varint(len(root.content)),
             _varint(root.keys),
             _varint(root.tree_bytes),
             _varint(root.apart_bytes),
@@ -495,7 +508,7 @@ def encode_manifest(root: NewNode, place: DataPlace, height: int, identity: byte
 
 
 def encode_database(
-    values: Sequence[tuple[bytes, bytes | DataPlace]],
+    values: Sequence[tuple[bytes, StoredValue]],
     path: str,
     identity: bytes,
     max_keys: int = 1 << 17,
@@ -508,43 +521,19 @@ def encode_database(
         identity: 16 bytes, unique to the database.
         max_keys: of a leaf.
     """
-    leaves = [encode_leaf(values[at : at + max_keys]) for at in range(0, len(values), max_keys)]
-    places, end = [], 0
-    for leaf in leaves:
-        places.append(DataPlace("", path, end, len(leaf.content)))
-        end += len(leaf.content)
-    root, place, nodes = leaves[0], places[0], [leaf.content for leaf in leaves]
-    if len(leaves) > 1:
-        root = encode_parent(list(zip(leaves, places, strict=True)))
-        place = DataPlace("", path, end, len(root.content))
-        nodes.append(root.content)
-    yield path, b"".join(nodes)
-    yield MANIFEST_NAME, encode_manifest(root, place, int(len(leaves) > 1), identity)
+    nodes = [_encode_leaf(values[at : at + max_keys]) for at in range(0, len(values), max_keys)]
+    starts = [*itertools.accumulate((len(node.content) for node in nodes), initial=0)]
+    if len(nodes) > 1:
+        nodes.append(_encode_parent(nodes, path, starts[:-1]))
+    height, start = int(len(nodes) > 1), starts[len(nodes) - 1]
+    yield path, b"".join(node.content for node in nodes)
+    yield MANIFEST_NAME, _encode_manifest(nodes[-1], path, start, height, identity)
 
 
 # Limits of the keys of a database, and of the bytes that are read into memory at once.
 MAX_KEYS = 20_000_000
 MAX_NODE_BYTES = 256 << 20
 MAX_READ_BYTES = 64 << 20
-
-
-class StoredValue(Record):
-    """The value of a key: `size_bytes` at `place`, or `content` if it is in a node."""
-
-    size_bytes: int
-    place: FileRange | None = None
-    content: bytes | None = None
-
-    def read(self, folder: Path, start_bytes: int = 0, size_bytes: int | None = None) -> bytes:
-        """Read `size_bytes` from `start_bytes` on, by default all bytes.
-
-        Raises FormatError for bytes that are missing, or too many to be read at once.
-        """
-        size = self.size_bytes - start_bytes if size_bytes is None else size_bytes
-        if self.place is None:
-            return (self.content or b"")[start_bytes : start_bytes + size]
-        start_bytes += self.place.start_bytes
-        return read_file_range(folder / self.place.path, start_bytes, size, MAX_NODE_BYTES)
 
 
 class KeyValues:
@@ -628,47 +617,33 @@ def open_key_values(folder: Path) -> KeyValues:
     root = decode_manifest(read_file(path, MAX_NODE_BYTES), str(path))
     values: dict[str, StoredValue] = {}
     waiting = [root] if root else []
-    seen: set[DataPlace] = set()
+    seen: set[tuple[str, int]] = set()
     while waiting:
         node = waiting.pop()
+        start, size = node.start_bytes, node.size_bytes
+        name = f"{node.path} bytes {start}:{start + size}"
         # A node that is reached twice may be part of a cycle.
-        if node.place in seen:
-            raise FormatError(f"{path} leads to {_name(node)} twice; it is damaged")
-        seen.add(node.place)
-        stored, children = decode_node(_read_node(folder, node), node, f"{folder / _name(node)}")
+        if (node.path, start) in seen:
+            raise FormatError(f"{path} leads to {name} twice; it is damaged")
+        seen.add((node.path, start))
+        _expect_inside({node.path}, path)
+        content = read_file_range(folder / node.path, start, size, MAX_NODE_BYTES)
+        stored, children = decode_node(content, node, f"{folder / name}")
         waiting += reversed(children)
+        _expect_inside({value.place.path for value in stored.values() if value.place}, path)
         for key, value in stored.items():
-            values[_decode_key(key, path)] = _place(value, path)
+            try:
+                values[key.decode()] = value
+            except UnicodeDecodeError:
+                raise FormatError(
+                    f"{path} has the key {key!r}, which is not text; it is damaged"
+                ) from None
         if len(values) > MAX_KEYS:
             raise FormatError(f"{path} has more than {MAX_KEYS} keys; it is damaged")
     return KeyValues(folder, values)
 
 
-def _read_node(folder: Path, node: NodePlace) -> bytes:
-    _expect_inside(node.place.path, folder / MANIFEST_NAME)
-    _, path, start_bytes, size_bytes = node.place
-    return read_file_range(folder / path, start_bytes, size_bytes, MAX_NODE_BYTES)
-
-
-def _name(node: NodePlace) -> str:
-    stop = node.place.start_bytes + node.place.size_bytes
-    return f"{node.place.path} bytes {node.place.start_bytes}:{stop}"
-
-
-def _decode_key(key: bytes, path: Path) -> str:
-    try:
-        return key.decode()
-    except UnicodeDecodeError:
-        raise FormatError(f"{path} has the key {key!r}, which is not text; it is damaged") from None
-
-
-def _place(value: bytes | DataPlace, path: Path) -> StoredValue:
-    if isinstance(value, bytes):
-        return StoredValue(len(value), content=value)
-    _expect_inside(value.path, path)
-    return StoredValue(value.size_bytes, FileRange(value.path, value.start_bytes))
-
-
-def _expect_inside(name: str, path: Path) -> None:
-    if not is_inside(name):
-        raise FormatError(f"{path} refers to {name!r}, outside of its folder; it is damaged")
+def _expect_inside(names: Iterable[str], path: Path) -> None:
+    for name in names:
+        if not is_inside(name):
+            raise FormatError(f"{path} refers to {name!r}, outside of its folder; it is damaged")

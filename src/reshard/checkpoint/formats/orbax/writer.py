@@ -23,7 +23,7 @@ import numpy as np
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredTensor
 from reshard.checkpoint.formats.orbax import FORMAT_NAME, METADATA_NAME, ZARR2_NAME, tree
-from reshard.checkpoint.formats.orbax.ocdbt import DataPlace, encode_database
+from reshard.checkpoint.formats.orbax.ocdbt import StoredValue, encode_database
 from reshard.checkpoint.formats.orbax.optax_states import is_count, place_states
 from reshard.checkpoint.formats.orbax.reader import NARROW_TYPES, RANDOM_KEYS
 from reshard.checkpoint.formats.orbax.shardings import (
@@ -223,7 +223,11 @@ def _make_table(length: int, step: int) -> RunTable:
 
 def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
     """Yield the files that are written after the chunks: database, tree, texts and shardings."""
-    pairs: list[tuple[bytes, bytes | DataPlace]] = []
+    pairs: list[tuple[bytes, StoredValue]] = []
+
+    def put(key: str, content: bytes) -> None:
+        pairs.append((key.encode(), StoredValue(len(content), content=content)))
+
     leaves: list[tuple[tree.Leaf, tuple[int, ...] | None]] = []
     is_cut = write_plan.mesh is not None
     narrow = write_plan.attributes.get(NARROW_TYPES)
@@ -239,12 +243,12 @@ def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         kind = name_type(tensor.dtype)
         if tensor.dtype.name == "uint8" and is_narrow(str(narrow.get(name))):
             kind = narrow[name]
-        pairs.append((f"{leaf.name}/{ZARR2_NAME}".encode(), array_bytes(kind, layout.shape, chunk)))
+        put(f"{leaf.name}/{ZARR2_NAME}", array_bytes(kind, layout.shape, chunk))
         for slot in tensor.stored_slots:
             for number, box in enumerate(_list_boxes(tensor, slot)):
                 place = tensor.file_range(slot, number)
                 at = ".".join(str(a // b) for a, b in zip(box, chunk, strict=True)) or "0"
-                data = DataPlace("", place.path, place.start_bytes, size)
+                data = StoredValue(size, FileRange(place.path, place.start_bytes))
                 pairs.append((f"{leaf.name}/{at}".encode(), data))
     strings: dict[str, str] = {}
     for name, value in write_plan.values.items():
@@ -255,9 +259,8 @@ def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
                 strings[leaf.name] = one
             elif leaf.kind == tree.SCALAR:
                 scalar = np.array(one, _NUMBERS[type(one)])
-                described = array_bytes(scalar.dtype.str, (), ())
-                pairs.append((f"{leaf.name}/{ZARR2_NAME}".encode(), described))
-                pairs.append((f"{leaf.name}/0".encode(), scalar.tobytes()))
+                put(f"{leaf.name}/{ZARR2_NAME}", array_bytes(scalar.dtype.str, (), ()))
+                put(f"{leaf.name}/0", scalar.tobytes())
     identity = hashlib.blake2b(
         repr([(name, t.layout.fingerprint) for name, t in write_plan.tensors.items()]).encode(),
         digest_size=16,
