@@ -37,7 +37,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     select_files,
 )
 from reshard.checkpoint.formats.safetensors.header_writer import HeaderFile
-from reshard.checkpoint.formats.safetensors.huggingface import arrange_files
+from reshard.checkpoint.formats.safetensors.huggingface import plan_headers
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan, find_kinds
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.layout import Layout
@@ -116,7 +116,7 @@ class VllmShardedStateFormat(CheckpointFormat):
             sources = new.source_files and {
                 name: new.source_files.get(names[row], "") for name, row in row_of.items()
             }
-            headers = arrange_files(
+            headers = plan_headers(
                 tuple(row_of),
                 header_kinds,
                 kind[rows],

@@ -16,7 +16,7 @@ from reshard.binding import FileRange
 from reshard.checkpoint.formats.safetensors.header import parse_header
 from reshard.checkpoint.formats.safetensors.huggingface import (
     FORMAT,
-    arrange_files,
+    plan_headers,
     read_indexed,
     read_single,
 )
@@ -94,7 +94,7 @@ def test_files_with_an_index_are_sharded_and_joined_again(tmp_path: Path) -> Non
 def test_files_hold_tensors_in_order_up_to_a_limit(sizes: list[int], limit: int | None) -> None:
     all_names = [f"t{number}" for number in range(len(sizes))]
     kinds = [(dtype("uint8"), (size,)) for size in sizes]
-    files = arrange_files(all_names, kinds, np.arange(len(sizes)), {"format": "pt"}, limit)
+    files = plan_headers(all_names, kinds, np.arange(len(sizes)), {"format": "pt"}, limit)
     headers = [
         parse_header(b"".join(header.pieces())[8:], header.file_size_bytes, name)
         for name, header in files.items()

@@ -348,9 +348,9 @@ class DeepSpeedFormat(CheckpointFormat):
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Plan files of weights, and a file of each rank's partitions."""
-        from reshard.checkpoint.formats.deepspeed.writer import ZeroArranger
+        from reshard.checkpoint.formats.deepspeed.writer import ZeroPlanner
 
-        return ZeroArranger(new, self.stage).arrange(self.name)
+        return ZeroPlanner(new, self.stage).plan_files(self.name)
 
 
 def _is_own(mesh: DeviceMesh, parts: TrainingParts) -> bool:
@@ -393,9 +393,9 @@ class UniversalFormat(DeepSpeedFormat):
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Plan files of every parameter's state."""
-        from reshard.checkpoint.formats.deepspeed.universal import UniversalArranger
+        from reshard.checkpoint.formats.deepspeed.universal import UniversalPlanner
 
-        return UniversalArranger(new).arrange(self.name)
+        return UniversalPlanner(new).plan_files(self.name)
 
 
 ZERO1 = DeepSpeedFormat("deepspeed-zero1", "mp_rank_00_model_states.pt, as DeepSpeed saves", 1)

@@ -31,7 +31,7 @@ from reshard.checkpoint.formats.deepspeed import (
     saved_states,
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import Stored, TensorCollector
-from reshard.checkpoint.formats.deepspeed.writer import VERSION, Arranger, stage_member
+from reshard.checkpoint.formats.deepspeed.writer import VERSION, SavePlanner, stage_member
 from reshard.checkpoint.formats.optimizer_states import (
     GROUPS,
     MASTER,
@@ -245,7 +245,7 @@ _WEIGHTS = "mp_rank_00_model_states.pt"
 _OF_STAGE3 = frozenset({MASTER, "exp_avg", "exp_avg_sq", STEP})
 
 
-class UniversalArranger(Arranger):
+class UniversalPlanner(SavePlanner):
     """A planner of a universal checkpoint."""
 
     def __init__(self, new: NewCheckpoint) -> None:
@@ -253,7 +253,7 @@ class UniversalArranger(Arranger):
         self.parts.expect_no_experts("universal checkpoints")
         self.tag = f"{self.tag}_universal"
 
-    def arrange(self, format_name: str) -> WritePlan:
+    def plan_files(self, format_name: str) -> WritePlan:
         """Return the files of weights, of each parameter, and of the optimizer."""
         self._write_weights()
         for name, keys in self.parts.states.items():

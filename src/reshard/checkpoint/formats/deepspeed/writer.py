@@ -92,7 +92,7 @@ def find_copies(
     return copies
 
 
-class Arranger:
+class SavePlanner:
     """A new checkpoint while it is planned: its parts, its nested values, and its files so far."""
 
     def __init__(self, new: NewCheckpoint) -> None:
@@ -241,7 +241,7 @@ class Arranger:
         return state
 
 
-class ZeroArranger(Arranger):
+class ZeroPlanner(SavePlanner):
     """A planner of a checkpoint of ZeRO."""
 
     def __init__(self, new: NewCheckpoint, stage: int) -> None:
@@ -256,7 +256,7 @@ class ZeroArranger(Arranger):
         )
         self.prefix = "bf16_" if self.low.name == "bfloat16" else ""
 
-    def arrange(self, format_name: str) -> WritePlan:
+    def plan_files(self, format_name: str) -> WritePlan:
         """Return the files of weights and of partitions."""
         for rank in range(self.ranks if self.stage == 3 else 1):
             self._write_weights(rank)

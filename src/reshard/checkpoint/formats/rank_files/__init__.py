@@ -204,9 +204,9 @@ class RankFilesFormat(CheckpointFormat):
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Return a file of DTensors for each rank."""
-        from reshard.checkpoint.formats.rank_files.writer import arrange_rank_files
+        from reshard.checkpoint.formats.rank_files.writer import RankFilesPlanner
 
-        return arrange_rank_files(self.name, new)
+        return RankFilesPlanner(new).plan_files()
 
 
 FORMAT = RankFilesFormat()

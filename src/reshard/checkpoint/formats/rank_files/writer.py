@@ -25,6 +25,7 @@ from reshard.checkpoint.formats.optimizer_states import (
 )
 from reshard.checkpoint.formats.rank_files import (
     EXTRA,
+    FORMAT_NAME,
     MODEL,
     OPTIMIZER,
     split_rank_name,
@@ -50,42 +51,6 @@ _DTENSOR = Global("torch.distributed.tensor", "DTensor")
 _TYPES = "torch.distributed.tensor.placement_types"
 _SPEC = "torch.distributed.tensor._dtensor_spec"
 _LAYOUT = "torch.distributed._mesh_layout"
-
-
-def arrange_rank_files(format_name: str, new: NewCheckpoint) -> WritePlan:
-    """Plan the files of all ranks, and the offset of each part in them.
-
-    Raises:
-        UsageError: no mesh, or no tensor that is sharded over it; a type that PyTorch lacks.
-        RecipeError: a sharding that DTensors cannot express.
-    """
-    mesh = new.mesh
-    if mesh is None or sorted(mesh.devices) != list(range(len(mesh.devices))):
-        raise UsageError(
-            f"format {format_name} writes DTensors, which are sharded over a mesh by rules; give "
-            "--to a mesh, such as fsdp=8, and rules or a recipe"
-        )
-    check_values(new.tensors)
-    new, kept_whole = _keep_states_whole(new, mesh)
-    files = _RankFiles(new, mesh)
-    if len(mesh.devices) > 1 and all(cut is None for cut in files.cuts.values()):
-        raise UsageError(
-            f"no tensor is cut over the mesh {mesh.text}: ranks' files of copies do not identify "
-            "them. Give rules, or --to full with another --format"
-        )
-    for rank in sorted(mesh.devices):
-        files.write(rank)
-    bound = files.builder.bind(has_specs=True)
-    stored = {name: bound[name] for name in new.tensors}
-    notes: tuple[str, ...] = ()
-    if kept_whole:
-        notes = (
-            f"{len(kept_whole)} tensors are states of single ranks, which have them whole, "
-            f"whatever rules say (first: {kept_whole[0]})",
-        )
-    return WritePlan(
-        format_name, mesh, stored, tuple(files.builder.files), notes, values=new.values
-    )
 
 
 def _keep_states_whole(new: NewCheckpoint, mesh: DeviceMesh) -> tuple[NewCheckpoint, list[str]]:
@@ -166,18 +131,56 @@ def _find_alike(values: Mapping[str, Any], ranks: int) -> frozenset[str]:
     )
 
 
-class _RankFiles:
-    """The files of all ranks, which `write` adds to the builder."""
+class RankFilesPlanner:
+    """A planner of the files of all ranks.
 
-    def __init__(self, new: NewCheckpoint, mesh: DeviceMesh) -> None:
+    Raises:
+        UsageError: no mesh, or no tensor that is sharded over it; a type that PyTorch lacks.
+        RecipeError: a sharding that DTensors cannot express.
+    """
+
+    def __init__(self, new: NewCheckpoint) -> None:
+        mesh = new.mesh
+        if mesh is None or sorted(mesh.devices) != list(range(len(mesh.devices))):
+            raise UsageError(
+                f"format {FORMAT_NAME} writes DTensors, which are sharded over a mesh by rules; "
+                "give --to a mesh, such as fsdp=8, and rules or a recipe"
+            )
+        check_values(new.tensors)
+        new, self._kept_whole = _keep_states_whole(new, mesh)
         self.new, self.mesh = new, mesh
         self.cuts = {name: _find_cut(name, tensor, mesh) for name, tensor in new.tensors.items()}
+        if len(mesh.devices) > 1 and all(cut is None for cut in self.cuts.values()):
+            raise UsageError(
+                f"no tensor is cut over the mesh {mesh.text}: ranks' files of copies do not "
+                "identify them. Give rules, or --to full with another --format"
+            )
         self.builder = building.TorchFilesBuilder(new.tensors)
         self._numbers = _find_numbers(new, self.cuts)
         self._alike = _find_alike(new.values, len(mesh.devices))
         self._kinds = {self._find_kind(name) for name in (*new.tensors, *new.values)}
 
-    def write(self, rank: int) -> None:
+    def plan_files(self) -> WritePlan:
+        """Return the files of all ranks, and the offset of each part in them."""
+        for rank in sorted(self.mesh.devices):
+            self._write_rank(rank)
+        bound = self.builder.bind(has_specs=True)
+        notes: tuple[str, ...] = ()
+        if self._kept_whole:
+            notes = (
+                f"{len(self._kept_whole)} tensors are states of single ranks, which have them "
+                f"whole, whatever rules say (first: {self._kept_whole[0]})",
+            )
+        return WritePlan(
+            FORMAT_NAME,
+            self.mesh,
+            {name: bound[name] for name in self.new.tensors},
+            tuple(self.builder.files),
+            notes,
+            values=self.new.values,
+        )
+
+    def _write_rank(self, rank: int) -> None:
         """Add the files of a rank."""
         states: dict[str, dict[str, Any]] = {MODEL: {}, OPTIMIZER: {}, EXTRA: {}}
         paths: dict[str, tuple[str | int, ...]] = {}

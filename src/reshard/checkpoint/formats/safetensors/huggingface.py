@@ -117,7 +117,7 @@ class HuggingFaceFormat(CheckpointFormat):
         names = tuple(new.tensors)
         of_header = tuple((element, layout.shape) for element, layout, _ in kinds)
         limit, sources = new.most_file_bytes, new.source_files
-        headers = arrange_files(names, of_header, kind, metadata, limit, sources)
+        headers = plan_headers(names, of_header, kind, metadata, limit, sources)
         if len(headers) == 1 and new.file_name is not None:
             headers = dict.fromkeys([new.file_name], *headers.values())
         files = tuple(HeaderFile.of(name, 0, header) for name, header in headers.items())
@@ -184,7 +184,7 @@ def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Ch
     return Checkpoint(folder, FORMAT.name, tensors, files, metadata=metadata, unreadable=unreadable)
 
 
-def arrange_files(
+def plan_headers(
     names: Sequence[str],
     kinds: Sequence[HeaderKind],
     kind: IntArray,

@@ -114,9 +114,9 @@ class MegatronLegacyFormat(MegatronFormat):
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Return a folder for each model-parallel rank."""
-        from reshard.checkpoint.formats.megatron.legacy.writer import arrange
+        from reshard.checkpoint.formats.megatron.legacy.writer import RankFoldersPlanner
 
-        return arrange(new)
+        return RankFoldersPlanner(new).plan_files()
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """Return the file that names the last step."""

@@ -43,21 +43,16 @@ _FLAT_KEYS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq
 _EXTRA = "_extra_state"
 
 
-def arrange(new: NewCheckpoint) -> WritePlan:
-    """Return a folder for each model-parallel place, with its rank's files.
+class RankFoldersPlanner:
+    """A planner of a folder for each model-parallel rank.
 
     Raises:
         RecipeError: a model that the ranks do not divide; parameters in an unknown order.
         UsageError: a type that PyTorch does not have.
     """
-    check_values(new.tensors)
-    return _Arranger(new).arrange()
-
-
-class _Arranger:
-    """A new checkpoint while it is planned."""
 
     def __init__(self, new: NewCheckpoint) -> None:
+        check_values(new.tensors)
         self.values = new.values
         self.arguments = common_state.arguments_of(new.values)
         self.is_distributed = bool(self.arguments.get("use_distributed_optimizer", True))
@@ -94,7 +89,7 @@ class _Arranger:
         is_usual = type(iteration) is int and 0 <= iteration < 10**7
         self.folder = iteration_name(iteration if is_usual else 0)
 
-    def arrange(self) -> WritePlan:
+    def plan_files(self) -> WritePlan:
         """Return all files, and the location of each tensor in them."""
         has_state = any(len(own) > 1 for own in self.of.values())
         ordered = self._sort(has_state)
