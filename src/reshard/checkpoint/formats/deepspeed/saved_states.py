@@ -106,11 +106,7 @@ def read_tensors(folder: Path, name: str) -> Mapping[str, ArchivedTensor]:
     for key, value in part.value.items():
         if is_tensor_call(value):
             raise UnreadableTensorError(f"{part.label}: {key!r} is {explain(value)}")
-    return {
-        key: value
-        for key, value in part.value.items()
-        if isinstance(key, str) and isinstance(value, ArchivedTensor)
-    }
+    return _select_tensors(part.value)
 
 
 class ModelState(NamedTuple):
@@ -197,6 +193,10 @@ def read_model_state(folder: Path, name: str) -> ModelState:
     module = part.get("module")
     degrees = part.take_dict("checkpoint_parallel_dimensions", optional=True)
     numbers = tuple(degrees.get(key) for key in ("pp_degree", "tp_degree"))
+    ranks = part.get("dp_world_size")
+    ranks = 1 if ranks is None else ranks
+    if not _is_count(ranks):
+        raise part.wrong("dp_world_size", ranks, "a number of ranks")
     return ModelState(
         name,
         None if module is None else _tensors(part, "module"),
@@ -205,7 +205,7 @@ def read_model_state(folder: Path, name: str) -> ModelState:
         _tensors(part, "frozen_param_fragments"),
         _names(part, "shared_params"),
         tuple(n for n in part.take_list("buffer_names", optional=True) if isinstance(n, str)),
-        _count(part, "dp_world_size"),
+        ranks,
         numbers if all(_is_count(n) for n in numbers) else None,  # type: ignore[arg-type]
         part.get("optimizer"),
         {key: value for key, value in part.value.items() if key not in _OWN_PARTS},
@@ -239,7 +239,12 @@ def read_partition(folder: Path, name: str) -> Partition:
     if not all(map(_is_size, paddings)):
         raise part.wrong("group_paddings", given, "sizes")
     for number, master in enumerate(masters):
-        _expect_flat(part, f"group {number}", master)
+        if (
+            not isinstance(master, ArchivedTensor)
+            or len(master.shape) != 1
+            or master.view.strides not in ((1,), (0,))
+        ):
+            raise part.wrong(f"group {number}", master, "a flat tensor")
     return Partition(
         name,
         stage,
@@ -309,15 +314,6 @@ def _parameter_paddings(part: SavedPart) -> tuple[tuple[int, ...], ...] | None:
     return tuple(tuple(group) for group in given)
 
 
-def _expect_flat(part: SavedPart, key: object, value: object) -> None:
-    if (
-        not isinstance(value, ArchivedTensor)
-        or len(value.shape) != 1
-        or value.view.strides not in ((1,), (0,))
-    ):
-        raise part.wrong(key, value, "a flat tensor")
-
-
 def _shapes(part: SavedPart, group: object) -> Mapping[str, Shape]:
     if not isinstance(group, dict):
         raise part.wrong("param_shapes", group, "a dict of shapes")
@@ -338,10 +334,13 @@ def _unreadable(part: SavedPart, key: str) -> Mapping[str, str]:
 
 def _tensors(part: SavedPart, key: str) -> Mapping[str, ArchivedTensor]:
     """Return the tensors of a dict, without other values such as extra states of modules."""
-    tensors = part.take_dict(key, optional=True)
+    return _select_tensors(part.take_dict(key, optional=True))
+
+
+def _select_tensors(values: Mapping[Any, Any]) -> dict[str, ArchivedTensor]:
     return {
         name: value
-        for name, value in tensors.items()
+        for name, value in values.items()
         if isinstance(name, str) and isinstance(value, ArchivedTensor)
     }
 
@@ -357,15 +356,6 @@ def _names(part: SavedPart, key: str) -> Mapping[str, str]:
     if not all(isinstance(name, str) for pair in names.items() for name in pair):
         raise part.wrong(key, value, "pairs of names")
     return names
-
-
-def _count(part: SavedPart, key: str) -> int:
-    count = part.get(key)
-    if count is None:
-        return 1
-    if not _is_count(count):
-        raise part.wrong(key, count, "a number of ranks")
-    return int(count)
 
 
 def _is_count(value: object) -> bool:
@@ -418,17 +408,13 @@ def add_model_values(values: PlainValues, model: ModelState, add_tensor: AddTens
     # Empty too: it distinguishes a user's tensors from buffers when the state is written again.
     if model.module is not None:
         values.add("buffer_names", [*model.buffers], label=model.file)
-    frozen = [*model.frozen] or _find_frozen(model)
+    frozen = [*model.frozen]
+    if not frozen and model.groups:
+        # Files that do not list the parameters that no optimizer has.
+        known = {*model.shapes, *model.buffers, *model.shared}
+        frozen = [name for name in model.module or {} if name not in known]
     if frozen:
         values.add("frozen_params", frozen, label=model.file)
-
-
-def _find_frozen(model: ModelState) -> list[str]:
-    """Return the parameters that no optimizer has, for files that do not list them."""
-    if not model.groups:
-        return []
-    known = {*model.shapes, *model.buffers, *model.shared}
-    return [name for name in model.module or {} if name not in known]
 
 
 # The state of optimizers without partitions (stage 0) is in the file of weights; a model with

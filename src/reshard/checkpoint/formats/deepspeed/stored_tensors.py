@@ -182,7 +182,16 @@ class TensorCollector:
             if regions:
                 # The boxes of a rank must follow each other.
                 regions.sort(key=lambda pair: pair[0])
-                self.add_regions(name, places[0].shape, regions)
+                first: ArchivedTensor = regions[0][1].container.tensor
+                itemsize = first.dtype.itemsize_bytes
+                bound = []
+                for slot, region in regions:
+                    file = self._read(name, region, regions)
+                    strides = tuple(stride * itemsize for stride in region.strides)
+                    own = Region(region.start, region.stop, file.path, file.start_bytes, strides)
+                    bound.append((slot, own))
+                binding = bind_regions(places[0].shape, bound, self._slots, itemsize)
+                self._add(name, first, binding)
 
     def _expect_equal(self, name: str, parts: Sequence[Pieces]) -> None:
         """Raise FormatError for copies that differ and whose mean counts."""
@@ -219,21 +228,6 @@ class TensorCollector:
         ranges = tuple([(slot, region[0][0], region[1][0]) for slot, region in pieces])
         layout = lay_out(shape, ranges, self._slots)
         self._add(name, pieces[0][1].container.tensor, Binding(layout, addresses, {}))
-
-    def add_regions(self, name: str, shape: Shape, pieces: Pieces) -> None:
-        """Add a tensor that is stored in regions, in the order of ranks.
-
-        Raises:
-            FormatError: regions of different element types.
-        """
-        first: ArchivedTensor = pieces[0][1].container.tensor
-        itemsize = first.dtype.itemsize_bytes
-        bound = []
-        for slot, region in pieces:
-            path, start = (place := self._read(name, region, pieces)).path, place.start_bytes
-            strides = tuple(stride * itemsize for stride in region.strides)
-            bound.append((slot, Region(region.start, region.stop, path, start, strides)))
-        self._add(name, first, bind_regions(shape, bound, self._slots, itemsize))
 
     def _read(self, name: str, region: Region, pieces: Pieces) -> FileRange:
         """Note that a tensor reads a region; return its address in bytes."""

@@ -258,7 +258,9 @@ class UniversalPlanner(SavePlanner):
         self._write_weights()
         for name, keys in self.parts.states.items():
             for key in keys:
-                self._write_state(name, key)
+                tensor = self.files.put_whole(state_name(name, key), 0)
+                value = tensor if key == STEP else {PARAMETER: tensor, "cat_dim": 0}
+                self.files.write(self._state_file(name, key), value, 0)
             for key, value in self.plain_states.get(name, {}).items():
                 self.files.write(self._state_file(name, key), value, 0)
         self._write_optimizer()
@@ -304,11 +306,6 @@ class UniversalPlanner(SavePlanner):
 
     def _state_file(self, name: str, key: str) -> str:
         return f"{self.tag}/zero/{name}/{MASTER_FILE if key == MASTER else key}.pt"
-
-    def _write_state(self, name: str, key: str) -> None:
-        file = self._state_file(name, key)
-        tensor = self.files.put_whole(state_name(name, key), 0)
-        self.files.write(file, tensor if key == STEP else {PARAMETER: tensor, "cat_dim": 0}, 0)
 
     def _write_optimizer(self) -> None:
         file = f"{self.tag}/zero/optimizer_state.pt"

@@ -262,7 +262,13 @@ class ZeroPlanner(SavePlanner):
             self._write_weights(rank)
         for rank in range(self.ranks):
             self._write_partition(rank)
-        notes = [*self.parts.notes, *describe_order(self.parts), *self.describe_missing()]
+        # Partitions contain no names.
+        order = (
+            "partitions are read by position: the optimizer that goes on must have its parameters "
+            f"in these groups and this order, {self.parts.groups[0].names[0]!r} first "
+            "(deepspeed-universal is read by names)"
+        )
+        notes = [*self.parts.notes, order, *self.describe_missing()]
         if self.parts.missing_frozen:
             notes.append(
                 f"{count_text(len(self.parts.missing_frozen), 'frozen parameter')} "
@@ -475,15 +481,6 @@ def plan_partitions(
     is_data_first = values.get(f"{CONFIG}.use_data_before_expert_parallelism") is True
     members = flat_buffers.expert_sets(ranks, sets, is_data_first)
     return plan_flat(parts, ranks, members, zero, low.itemsize_bytes)
-
-
-def describe_order(parts: TrainingParts) -> list[str]:
-    """Return a note on partitions, which contain no names."""
-    first = parts.groups[0].names[0]
-    return [
-        f"partitions are read by position: the optimizer that goes on must have its parameters in "
-        f"these groups and this order, {first!r} first (deepspeed-universal is read by names)"
-    ]
 
 
 VERSION = "0.19.8"

@@ -152,7 +152,7 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
     if aggregate:
         sizes[AGGREGATE_NAME] = (folder / AGGREGATE_NAME).stat().st_size
     files = tuple(
-        StoredFile(name, size, _find_rank(name))
+        StoredFile(name, size, int(match[1]) if (match := _PROCESS.match(name)) else 0)
         for name, size in sorted(sizes.items())
         if name in used
     )
@@ -205,11 +205,6 @@ def _bind_whole(name: str, array: tree.PackedArray) -> StoredTensor:
     place = FileRange(AGGREGATE_NAME, array.start_bytes)
     binding = Binding(Layout.whole(array.shape, [0], 1), {0: place}, {})
     return StoredTensor(name, array.dtype, binding)
-
-
-def _find_rank(name: str) -> int:
-    match = _PROCESS.match(name)
-    return int(match[1]) if match else 0
 
 
 def _find_array(values: KeyValues, name: str) -> tuple[ArrayMetadata, str]:

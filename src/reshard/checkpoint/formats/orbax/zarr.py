@@ -189,6 +189,11 @@ def _read_zarr2(described: Mapping[str, Any], label: str) -> ArrayMetadata:
             f"an array whose {label} has filters ({str(described['filters'])[:100]}), which are "
             "not known here; save it without"
         )
+    codec = ""
+    if compressor is not None:
+        if compressor["id"] not in CODECS:
+            raise _refuse_codec([str(compressor["id"])], label)
+        codec = CODECS[compressor["id"]]
     shape, chunk = _read_shape(described["shape"]), _read_shape(described["chunks"])
     order = str(described.get("order", "C"))
     if order not in ("C", "F"):
@@ -201,7 +206,7 @@ def _read_zarr2(described: Mapping[str, Any], label: str) -> ArrayMetadata:
         shape,
         chunk,
         chunk,
-        "" if compressor is None else _find_codec(compressor["id"], label),
+        codec,
         dimensions if order == "C" else dimensions[::-1],
         False,
         _read_separator(described.get("dimension_separator", "."), label),
@@ -282,12 +287,6 @@ def _read_separator(value: Any, label: str) -> str:
 
 def _is_zero(value: Any) -> bool:
     return value is None or value is False or (type(value) in (int, float) and value == 0)
-
-
-def _find_codec(name: Any, label: str) -> str:
-    if name not in CODECS:
-        raise _refuse_codec([str(name)], label)
-    return CODECS[name]
 
 
 def _refuse_codec(names: list[str], label: str) -> UnreadableTensorError:
@@ -454,7 +453,10 @@ def list_chunks(
         label = f"{values.folder / name / key}"
         chunks: Iterable[tuple[tuple[int, ...], StoredValue | None]] = [(start, value)]
         if array.index is not None:
-            starts = _list_starts(start, array)
+            starts = (
+                tuple(a + i * n for a, i, n in zip(start, at, array.chunk, strict=True))
+                for at in itertools.product(*map(range, array.index.counts))
+            )
             inner = None if value is None else _list_inner(value, array, label, values.folder)
             chunks = zip(starts, itertools.repeat(None) if inner is None else inner, strict=False)
         for at, one in chunks:
@@ -479,12 +481,6 @@ def list_chunks(
             else:
                 place = anchor if one.place is None else one.place.path
                 yield box, packed.add(place, PackedChunk.of(label, array, one))
-
-
-def _list_starts(start: tuple[int, ...], array: ArrayMetadata) -> Iterator[tuple[int, ...]]:
-    counts = array.index.counts if array.index else ()
-    for at in itertools.product(*map(range, counts)):
-        yield tuple(a + i * n for a, i, n in zip(start, at, array.chunk, strict=True))
 
 
 def _list_inner(

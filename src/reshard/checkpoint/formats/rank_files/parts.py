@@ -173,7 +173,7 @@ class PartReader:
             if "_layout" in state:
                 shape, ranks = self._new_mesh(state)
             else:
-                shape, ranks = self._old_mesh(state)
+                shape, ranks = state["mesh"].shape, self._numbers(state["mesh"])
             if not shape or math.prod(shape) != len(ranks) or len(ranks) > _MAX_RANKS:
                 raise FormatError(f"{where}: a mesh of {list(shape)} with {len(ranks)} ranks")
             if any(type(rank) is not int or not 0 <= rank < self._ranks for rank in ranks):
@@ -187,11 +187,6 @@ class PartReader:
             mesh = DeviceMesh("torch", tuple(shape), tuple(axes), ranks)
             self._meshes[id(call)] = mesh
         return mesh
-
-    def _old_mesh(self, state: dict[Any, Any]) -> tuple[tuple[int, ...], list[int]]:
-        """Return shape and ranks of a mesh that is a tensor of ranks, as before PyTorch 2.9."""
-        mesh = state["mesh"]
-        return mesh.shape, self._numbers(mesh)
 
     def _new_mesh(self, state: dict[Any, Any]) -> tuple[tuple[int, ...], list[int]]:
         """Return shape and ranks of a mesh with sizes and strides over the ranks of its root.

@@ -193,7 +193,11 @@ class RankFilesPlanner:
             if local is not None:
                 part = self.builder.put_new(name, rank, local)
             else:
-                part = building.NewTensor.of(tensor.dtype, _empty_shape(tensor.layout.shape, cut))
+                # A rank without elements has an empty part: 0 in the dimensions that are sharded.
+                dims = cut[0].dim_specs if cut is not None else ()
+                pairs = zip(tensor.layout.shape, dims, strict=True)
+                empty = tuple(0 if dim.levels else size for size, dim in pairs)
+                part = building.NewTensor.of(tensor.dtype, empty)
             states[kind][name] = part if cut is None else _describe(tensor, part, cut[1], mesh)
             paths[name] = path
         for name, value in self.new.values.items():
@@ -276,12 +280,6 @@ class RankFilesPlanner:
             # The name of the group of all ranks; the names of other groups depend on the program.
             state["_dim_group_names"] = ["0"]
         return building.new_object("torch.distributed.device_mesh", "DeviceMesh", state)
-
-
-def _empty_shape(shape: tuple[int, ...], cut: _Cut) -> tuple[int, ...]:
-    """Return the shape of an empty part: 0 in the dimensions that are sharded."""
-    dims = cut[0].dim_specs if cut is not None else ()
-    return tuple(0 if dim.levels else size for size, dim in zip(shape, dims, strict=True))
 
 
 def _describe(

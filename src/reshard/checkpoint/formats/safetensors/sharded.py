@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,6 @@ from reshard.checkpoint.formats.safetensors.header import (
     SUFFIX,
     VERSION_KEY,
     FileHeader,
-    HeaderTensors,
     TensorHeader,
     drop_convention,
     find_offsets,
@@ -134,7 +133,10 @@ class ShardedFormat(CheckpointFormat):
                     "with interleaved, padded or halo elements, which a manifest can only "
                     "describe by a sharding; give rules instead"
                 )
-        stored, storing = _number_storing(find_storing_ranks(tensors, new.replicas).values())
+        numbers: dict[frozenset[int], int] = {}
+        storing_of = find_storing_ranks(tensors, new.replicas).values()
+        each = (numbers.setdefault(slots, len(numbers)) for slots in storing_of)
+        stored, storing = np.fromiter(each, np.int64, len(tensors)), list(numbers)
         # A checkpoint without tensors has a file.
         ranks = sorted(frozenset().union(*storing)) or [0]
         # Tensors of equal layouts that the same ranks store have equal shards in every file.
@@ -216,15 +218,6 @@ def rank_of_file(name: str) -> int | None:
     return int(match[1]) - 1 if match and int(match[1]) > 0 else None
 
 
-def _number_storing(
-    storing: Collection[frozenset[int]],
-) -> tuple[IntArray, list[frozenset[int]]]:
-    """Return the number of each tensor's set of ranks, and the distinct sets."""
-    numbers: dict[frozenset[int], int] = {}
-    of_each = (numbers.setdefault(slots, len(numbers)) for slots in storing)
-    return np.fromiter(of_each, np.int64, len(storing)), list(numbers)
-
-
 def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
     """Describe a checkpoint of shards with a manifest.
 
@@ -275,30 +268,18 @@ def _read_shards(
         if name not in described:
             raise FormatError(f"{path} holds tensor {name!r}, which the manifest does not know")
     held = described.rows(columns.names)
-    _check_shards(path, columns, described, held, file.rank, offsets)
-    return held, columns.starts, drop_convention(header.metadata)
-
-
-def _check_shards(
-    path: Path,
-    shards: HeaderTensors,
-    described: TensorColumns,
-    rows: IntArray,
-    rank: int,
-    offsets: Mapping[str, tuple[int, ...]] | None,
-) -> None:
-    """Check the shards of a file against the rows of the manifest."""
-    # Shards that are equal on both sides are checked once.
-    columns = [shards.kind, described.kind[rows]]
+    # Shards that are equal in the file and in the manifest are checked once.
+    alike = [columns.kind, described.kind[held]]
     if offsets is not None:
         numbers: dict[tuple[int, ...], int] = {}
-        each = (numbers.setdefault(offsets[name], len(numbers)) for name in shards.names)
-        columns.append(np.fromiter(each, np.int64, len(shards.names)))
-    _, first, _ = find_distinct(np.column_stack(columns))
+        each = (numbers.setdefault(offsets[name], len(numbers)) for name in columns.names)
+        alike.append(np.fromiter(each, np.int64, len(columns.names)))
+    _, first, _ = find_distinct(np.column_stack(alike))
     for at in first.tolist():
-        entry = shards[at]
+        entry = columns[at]
         found = offsets[entry.name] if offsets else None
-        _check_shard(path, entry, described[entry.name], rank, found)
+        _check_shard(path, entry, described[entry.name], file.rank, found)
+    return held, columns.starts, drop_convention(header.metadata)
 
 
 def _check_shard(
@@ -439,7 +420,8 @@ def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
     checked: set[tuple[tuple[int, ...], int]] = set()
     for name, number in zip(columns.names, columns.kind.tolist(), strict=True):
         found = offsets[name]
-        if _are_indices(found) and (found, number) in checked:
+        # Values such as True are equal to numbers, and lists are not hashable: these are checked.
+        if all(type(offset) is int for offset in found) and (found, number) in checked:
             continue
         shape = columns.kinds[number][1]
         if len(found) != len(shape) or not all(
@@ -452,11 +434,6 @@ def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
             )
         checked.add((found, number))
     return offsets
-
-
-def _are_indices(found: tuple[object, ...]) -> bool:
-    # Values such as True are equal to numbers, and lists are not hashable: these are checked.
-    return all(type(offset) is int for offset in found)
 
 
 def _join_shards(

@@ -483,7 +483,9 @@ class ChunkReader(Closing):
 
     def _list_chunks(self, name: str, described: DcpTensor) -> list[DcpChunk]:
         """Return the chunks of a tensor in the order of ranks."""
-        chunks = _select_chunks(described)
+        # Empty chunks do not count, unless all are empty.
+        filled = [chunk for chunk in described.chunks if chunk.box.elements]
+        chunks = filled or described.chunks[:1]
         if not chunks:
             raise CoverageError(
                 f"tensor {name!r} of shape {list(described.shape)} has no chunk in "
@@ -603,9 +605,3 @@ def _group_by_chunks(tensors: Mapping[str, DcpTensor], chunks: int) -> Iterator[
             yield names
             names, count = [], 0
     yield names
-
-
-def _select_chunks(tensor: DcpTensor) -> list[DcpChunk]:
-    """Return the chunks that have elements, or an empty chunk if all are empty."""
-    filled = [chunk for chunk in tensor.chunks if chunk.box.elements]
-    return filled or list(tensor.chunks[:1])

@@ -15,6 +15,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,7 +120,8 @@ def plan_chunks(new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = 
             end += item.size_bytes
         archives = []
         for name in stored_by.get(rank, ()):
-            ones = _ones(places.get(name))
+            # An archive has a dimension of length 1 for each dimension of the stack.
+            ones = (1,) * len(places[name].at) if name in places else ()
             for box in splits[name][1][rank]:
                 archive = NewArchive.at(tensors[name].dtype, (*ones, *box.shape), end)
                 archives.append(archive)
@@ -180,7 +182,11 @@ def metadata_bytes(
         joined: dict[str, DcpTensor] = {}
         for name, tensor in tensors.items():
             place = places.get(name) or StackedPlace(name)
-            chunks = (DcpChunk(_put_into(chunk.box, place), chunk.place) for chunk in tensor.chunks)
+            at, stop = place.at, tuple(index + 1 for index in place.at)
+            chunks = [
+                DcpChunk(Box((*at, *box.start), (*stop, *box.stop)), of_box)
+                for box, of_box in tensor.chunks
+            ]
             shape = (*place.counts, *tensor.shape)
             known = joined.get(place.key, DcpTensor(tensor.dtype, shape, ()))
             joined[place.key] = DcpTensor(tensor.dtype, shape, (*known.chunks, *chunks))
@@ -193,17 +199,6 @@ def metadata_bytes(
     # As in PyTorch, a name without a known path is at the top of the state dict.
     paths = {name: write_plan.paths.get(name, (name,)) for name in (*tensors, *items)}
     return metadata_pickle(DcpMetadata(tensors, items, paths, attributes=write_plan.attributes))
-
-
-def _ones(place: StackedPlace | None) -> tuple[int, ...]:
-    """Return the lengths of the dimensions that an archive adds in front of its tensor's."""
-    return (1,) * len(place.at) if place is not None else ()
-
-
-def _put_into(box: Box, place: StackedPlace) -> Box:
-    """Return the box of a stack in which a box of a stacked tensor is stored."""
-    stop = tuple(index + 1 for index in place.at)
-    return Box((*place.at, *box.start), (*stop, *box.stop))
 
 
 class _ChunkedTensors(Mapping[str, DcpTensor]):
@@ -224,7 +219,7 @@ class _ChunkedTensors(Mapping[str, DcpTensor]):
         chunks = []
         for (slot, cell), file, start in zip(kind.places, kind.files, starts, strict=True):
             archives = self._archives[file]
-            archive = archives[bisect_left(archives, start, key=_storage_start)]
+            archive = archives[bisect_left(archives, start, key=attrgetter("storage_start_bytes"))]
             place = StoredBytes(file, archive.start_bytes, archive.stop_bytes - archive.start_bytes)
             chunks.append(DcpChunk(_list_stored_boxes(kind.layout, slot)[cell or 0], place))
         return DcpTensor(kind.dtype, kind.layout.shape, tuple(chunks))
@@ -234,10 +229,6 @@ class _ChunkedTensors(Mapping[str, DcpTensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-
-def _storage_start(archive: NewArchive) -> int:
-    return archive.storage_start_bytes
 
 
 # Many tensors of a model have equal layouts.

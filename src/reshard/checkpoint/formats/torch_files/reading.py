@@ -405,7 +405,11 @@ class ArchiveReader:
         tensor = dataclasses.replace(found, start_bytes=start, crc32=None)
         used = records.list_used()
         # The checksum of the elements is in the directory, which follows them.
-        if used is not None and used[1] > start and _is_short(used[0]):
+        if (
+            used is not None
+            and used[1] > start
+            and sum(len(content) for _, content in used[0]) <= _MAX_TEMPLATE_BYTES
+        ):
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
             self._templates[size_bytes, key] = _make_template(*used, tensor)
@@ -416,10 +420,6 @@ class ArchiveReader:
 _TEMPLATE_GAP_BYTES = 4096
 # Descriptions of tensors have about a kilobyte. These limits bound the memory of templates.
 _MAX_TEMPLATES, _MAX_TEMPLATE_BYTES = 1 << 12, 1 << 14
-
-
-def _is_short(used: Iterable[tuple[int, bytes]]) -> bool:
-    return sum(len(content) for _, content in used) <= _MAX_TEMPLATE_BYTES
 
 
 def _make_template(

@@ -575,14 +575,16 @@ class _Builder:
                 places[chunk.number, name] = whole, place
                 if self._is_tied(whole) or whole in self.unreadable:
                     continue
-                self._add_tensor(rank, rank.name, whole, tensor, place)
+                region = region_of(rank.name, tensor)
+                self.whole.add(whole, tensor.dtype, place, [(rank.slot, region)], rank.name)
+                self.checksums.add(whole, "its part", rank.name, tensor, None)
         if self.unreadable:
             return
         state = RankOptimizer(rank, self.sizes, self.arguments)
         for block in state.blocks():
             whole, place = places[block.chunk, block.parameter]
             if not self._is_tied(whole):
-                self._add_state(rank, block, whole, place)
+                self._add_state(block, whole, place)
         self.unread += state.unread
 
     def _find_place(
@@ -605,13 +607,7 @@ class _Builder:
         """Return whether a tensor is the embedding once more, on the last stage."""
         return self.is_tied and name.startswith("output_layer.") and self.sizes.pp > 1
 
-    def _add_tensor(
-        self, rank: RankFiles, path: str, name: str, tensor: ArchivedTensor, place: BlockPlace
-    ) -> None:
-        self.whole.add(name, tensor.dtype, place, [(rank.slot, region_of(path, tensor))], path)
-        self.checksums.add(name, "its part", path, tensor, None)
-
-    def _add_state(self, rank: RankFiles, block: StateBlock, whole: str, place: BlockPlace) -> None:
+    def _add_state(self, block: StateBlock, whole: str, place: BlockPlace) -> None:
         shape = block.shape
         if shape == ():
             # A step belongs to the parameter, however that is sharded.

@@ -57,7 +57,7 @@ from reshard.checkpoint.formats.megatron.torch_dist.bucket_space import (
     is_of_buckets,
     read_buckets,
 )
-from reshard.checkpoint.formats.optimizer_states import state_name
+from reshard.checkpoint.formats.optimizer_states import MASTER, state_name
 from reshard.checkpoint.formats.torch_dcp import reader
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.reading import read_storage, read_torch_file
@@ -96,7 +96,11 @@ def read(folder: Path) -> Checkpoint:
     if has_buckets(found):
         in_buckets, unread = read_buckets(folder, found, state, tensors)
         tensors |= in_buckets
-    parameters = {name: one.shape for name, one in tensors.items() if _has_state(name, tensors)}
+    parameters = {
+        name: tensor.shape
+        for name, tensor in tensors.items()
+        if any(state_name(name, key) in tensors for key in (MASTER, "exp_avg"))
+    }
     note = set_groups(state, parameters)
     return dataclasses.replace(
         found,
@@ -165,11 +169,8 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
     yield from stacked_names.name_parameters(name_all(), found.folder)
 
 
-def _has_state(name: str, tensors: Mapping[str, Any]) -> bool:
-    return any(state_name(name, key) in tensors for key in ("master", "exp_avg"))
-
-
 def _keep_paths(found: Checkpoint, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the paths of tensors that keep their names, and of items."""
     return {
         name: path for name, path in found.paths.items() if name in tensors or name in found.items
     }
