@@ -92,19 +92,16 @@ def tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
 NamedTensor = tuple[str, DType, tuple[int, ...]]
 
 
-def aligned_order(
-    tensors: Iterable[NamedTensor], alignment_bytes: int = 4096
-) -> tuple[NamedTensor, ...]:
+def aligned_order(tensors: Iterable[NamedTensor]) -> tuple[NamedTensor, ...]:
     """Return tensors in the order of `aligned_rows`, in which `build_header` aligns them."""
     tensors = tuple(tensors)
     kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
-    return tuple(tensors[row] for row in aligned_rows(kinds, kind, alignment_bytes).tolist())
+    return tuple(tensors[row] for row in aligned_rows(kinds, kind).tolist())
 
 
 def build_header(
     tensors: Iterable[NamedTensor],
     metadata: Mapping[str, str] | None = None,
-    alignment_bytes: int = 4096,
     label: str = "new file",
 ) -> tuple[bytes, FileHeader]:
     """Return the first bytes of a safetensors file of `tensors` in this order, and its header."""
@@ -112,7 +109,7 @@ def build_header(
     kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
     names = tuple(name for name, _, _ in tensors)
     rows = np.arange(len(names))
-    new = NewHeader(names, rows, kinds, kind, metadata or {}, alignment_bytes=alignment_bytes)
+    new = NewHeader(names, rows, kinds, kind, metadata or {})
     place_header(new, label)
     placed = HeaderTensors(names, kinds, kind, new.starts)
     return b"".join(new.pieces()), FileHeader(

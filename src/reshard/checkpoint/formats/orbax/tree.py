@@ -73,13 +73,11 @@ class TreeMetadata(Record):
 
     Attributes:
         leaves: by name, in the order of the file.
-        is_zarr3: whether arrays are of Zarr 3, instead of 2.
         has_all: whether chunks that consist of the fill value are stored too.
         custom: the user's metadata.
     """
 
     leaves: Mapping[str, Leaf]
-    is_zarr3: bool = False
     has_all: bool = True
     custom: Any = None
 
@@ -115,7 +113,6 @@ def read_tree(folder: Path) -> TreeMetadata:
     inner = {leaf.path[:size] for leaf in leaves.values() for size in range(len(leaf.path))}
     return TreeMetadata(
         {name: leaf for name, leaf in leaves.items() if leaf.path not in inner},
-        bool(content.get("use_zarr3")),
         bool(content.get("store_array_data_equal_to_fill_value", False)),
         content.get("custom_metadata"),
     )

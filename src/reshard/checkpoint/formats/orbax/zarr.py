@@ -355,7 +355,6 @@ def name_type(dtype: DType) -> str:
     return f"{'|' if dtype.itemsize_bytes == 1 else '<'}{letter}{dtype.itemsize_bytes}"
 
 
-_LARGEST_OFFSET = 2**62
 _NOTHING = 2**64 - 1
 _CHECKSUM_BYTES = 4
 

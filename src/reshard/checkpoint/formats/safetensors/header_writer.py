@@ -81,7 +81,6 @@ class NewHeader(Record, eq=False):
     metadata: Mapping[str, str]
     offsets_key: str | None = None
     offsets: tuple[tuple[int, ...], ...] = ()
-    alignment_bytes: int = _ALIGNMENT_BYTES
 
     @cached_property
     def text_bytes(self) -> int:
@@ -92,7 +91,7 @@ class NewHeader(Record, eq=False):
     def data_start_bytes(self) -> int:
         """The offset of the first tensor, after length, JSON and padding."""
         used_bytes = LENGTH_BYTES + self.text_bytes
-        return used_bytes + -used_bytes % self.alignment_bytes
+        return used_bytes + -used_bytes % _ALIGNMENT_BYTES
 
     @cached_property
     def _kind_bytes(self) -> IntArray:
@@ -182,22 +181,18 @@ class HeaderFile(NewFile):
             yield at, bytes(gathered)
 
 
-def aligned_rows(
-    kinds: Sequence[HeaderKind], kind: IntArray, alignment_bytes: int = _ALIGNMENT_BYTES
-) -> IntArray:
+def aligned_rows(kinds: Sequence[HeaderKind], kind: IntArray) -> IntArray:
     """Return the rows of tensors in an order that aligns them in a file.
 
-    Tensors whose size is a multiple of `alignment_bytes` come first; otherwise the order is kept.
-    Each of these then starts at such a multiple, so that whole blocks of the file system can be
-    written without reading adjacent bytes.
+    Tensors whose size is a multiple of the file system's blocks come first; otherwise the order is
+    kept. Each of these then starts at such a multiple, so that whole blocks can be written without
+    reading adjacent bytes.
 
     >>> from reshard.dtypes import dtype
     >>> aligned_rows([(dtype("F32"), (3,)), (dtype("F32"), (2, 1024))], np.array([0, 1])).tolist()
     [1, 0]
     """
-    if alignment_bytes < 1:
-        raise UsageError(f"alignment_bytes {alignment_bytes}: expected at least 1, usually 4096")
-    is_rest = [tensor_size_bytes(*one) % alignment_bytes > 0 for one in kinds]
+    is_rest = [tensor_size_bytes(*one) % _ALIGNMENT_BYTES > 0 for one in kinds]
     rows: IntArray = np.argsort(np.array(is_rest or [False])[kind], kind="stable")
     return rows
 
@@ -249,10 +244,6 @@ def place_header(header: NewHeader, label: str = "new file") -> NewHeader:
         UsageError: a type without a tag, a name given twice or reserved, an impossible shape,
             metadata that is not text, a header over 100 MB.
     """
-    if header.alignment_bytes < 1:
-        raise UsageError(
-            f"alignment_bytes {header.alignment_bytes}: expected at least 1, usually 4096"
-        )
     try:
         check_metadata(label, header.metadata)
         names = [header.names[row] for row in header.rows.tolist()]
