@@ -110,7 +110,9 @@ def same_bits(array: np.ndarray, expected: Tensor) -> bool:
     return array.tobytes() == expected.bits.tobytes()
 
 
-def test_opened_converted_from_and_to(whole: Path, tmp_path: Path, small_blocks: int) -> None:
+def test_an_added_format_is_opened_and_converted(
+    whole: Path, tmp_path: Path, small_blocks: int
+) -> None:
     checkpoint.convert(whole, tmp_path / "arrays", to="full", format="npy")
     for name, expected in WHOLE.items():
         array = np.load(tmp_path / "arrays" / f"{name}.npy")
@@ -126,7 +128,7 @@ def test_opened_converted_from_and_to(whole: Path, tmp_path: Path, small_blocks:
         assert checkpoint.compare(whole, tmp_path / name).is_same
 
 
-def test_arrays_of_another_program(tmp_path: Path) -> None:
+def test_arrays_of_another_program_are_opened(tmp_path: Path) -> None:
     array = np.arange(12, dtype=np.int32).reshape(3, 4)
     np.save(tmp_path / "w.npy", array)
     (tmp_path / "config.json").write_text("{}")
@@ -148,7 +150,7 @@ def test_a_manifest_notices_that_files_were_replaced(whole: Path, tmp_path: Path
         checkpoint.open(tmp_path / "arrays")
 
 
-def test_the_command_inspects_and_plans(whole: Path, tmp_path: Path) -> None:
+def test_the_command_inspects_and_plans_an_added_format(whole: Path, tmp_path: Path) -> None:
     checkpoint.convert(whole, tmp_path / "arrays", to="full", format="npy")
     found = CliRunner().invoke(program, ["inspect", str(tmp_path / "arrays"), "--json"])
     assert json.loads(found.stdout)["format"] == "npy"
@@ -193,7 +195,7 @@ def test_a_format_that_is_read_only(whole: Path, tmp_path: Path) -> None:
         CheckpointFormat.plan_write(ReadOnly(), NewCheckpoint({}))
 
 
-def test_nothing_that_any_format_knows(tmp_path: Path) -> None:
+def test_a_folder_of_no_format_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expected `model\.safetensors`.*`\.npy`"):
         checkpoint.open(tmp_path)
 

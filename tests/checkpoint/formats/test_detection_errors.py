@@ -87,7 +87,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-def test_other_contents_under_a_safetensors_name(name: str, tmp_path: Path) -> None:
+def test_other_contents_under_a_safetensors_name_are_described(name: str, tmp_path: Path) -> None:
     content, says = CONTENTS[name]
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
@@ -98,7 +98,7 @@ def test_other_contents_under_a_safetensors_name(name: str, tmp_path: Path) -> N
             checkpoint.open(path)
 
 
-def test_pointers_of_a_whole_folder(tmp_path: Path) -> None:
+def test_pointers_of_a_whole_folder_are_counted(tmp_path: Path) -> None:
     for number in range(1, 7):
         (tmp_path / f"model-{number:05d}-of-00006.safetensors").write_bytes(POINTER)
     (tmp_path / "config.json").write_text("{}")
@@ -122,7 +122,7 @@ def test_a_damaged_file_of_the_right_kind_keeps_its_own_error(tmp_path: Path) ->
         assert "is empty" not in message(path, FormatError)
 
 
-def test_safetensors_under_another_name(tmp_path: Path) -> None:
+def test_safetensors_under_another_name_are_recognised(tmp_path: Path) -> None:
     content = safetensors_bytes(tmp_path)
     file = tmp_path / "model.bin"
     file.write_bytes(content)
@@ -160,7 +160,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_folders_of_other_programs(name: str, tmp_path: Path) -> None:
+def test_folders_of_other_programs_are_described(name: str, tmp_path: Path) -> None:
     files, says = FOLDERS[name]
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -203,13 +203,15 @@ def test_checkpoints_within_a_folder_are_named(tmp_path: Path) -> None:
         ("file:///no/data/model", "no checkpoint at /no/data/model"),
     ],
 )
-def test_addresses(path: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_of_other_kinds_are_errors(
+    path: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=says):
         checkpoint.open(path)
 
 
-def test_slips_in_paths(tmp_path: Path) -> None:
+def test_slips_in_paths_get_a_suggestion(tmp_path: Path) -> None:
     (tmp_path / "llama-3-8b").mkdir()
     near = describe_missing(str(tmp_path / "lama-3-8b"))
     assert near.endswith(f"did you mean {tmp_path / 'llama-3-8b'}?")

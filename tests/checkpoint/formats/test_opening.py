@@ -74,7 +74,9 @@ def test_the_usual_name_is_preferred_to_others(made: dict[str, Path]) -> None:
     assert found.left_out == (("adapter.safetensors", "not a file of this checkpoint"),)
 
 
-def test_companions(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_of_a_folder_are_carried_or_left_out(
+    made: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = made["single"]
     (folder / "inner").mkdir()
     (folder / ".cache").mkdir()
@@ -99,7 +101,7 @@ def test_companions(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> N
     assert not (folder.parent / "target" / "linked.json").is_symlink()
 
 
-def test_files_behind_links(made: dict[str, Path], tmp_path: Path) -> None:
+def test_files_are_read_through_links(made: dict[str, Path], tmp_path: Path) -> None:
     """As the cache of Hugging Face has them."""
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
@@ -109,7 +111,7 @@ def test_files_behind_links(made: dict[str, Path], tmp_path: Path) -> None:
     assert checkpoint.compare(tmp_path / "cut", made["single"]).is_same
 
 
-def test_the_config(made: dict[str, Path]) -> None:
+def test_the_config_is_read_or_refused(made: dict[str, Path]) -> None:
     found = checkpoint.open(made["single"])
     assert read_config(found) is None
     path = made["single"] / "config.json"

@@ -84,7 +84,7 @@ def test_a_rule_gives_the_axis_that_the_files_lack(
         torch.testing.assert_close(torch.from_numpy(loaded["moe.router.weight"]), ROUTER)
 
 
-def test_experts_on_groups_that_replicate_and_shard(tmp_path: Path) -> None:
+def test_experts_on_groups_that_replicate_and_shard_are_read(tmp_path: Path) -> None:
     """HSDP beside expert parallelism: the mesh of each group has two axes."""
 
     def state(rank: int) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_another_order_than_that_of_the_text_is_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_plain_experts_beside_dtensors(tmp_path: Path, writer: str) -> None:
+def test_plain_experts_among_dtensors_are_read(tmp_path: Path, writer: str) -> None:
     def state(rank: int) -> dict[str, Any]:
         mesh = torch_checkpoints.mesh_of(2)
         return {

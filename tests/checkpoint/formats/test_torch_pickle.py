@@ -146,7 +146,7 @@ def test_it_is_cut_for_ranks_and_joined_again(tmp_path: Path, is_zip: bool) -> N
     assert compare(source, tmp_path / "whole").is_same
 
 
-def test_shards_with_an_index(tmp_path: Path) -> None:
+def test_files_with_an_index_are_read(tmp_path: Path) -> None:
     state = {f"layers.{number}.weight": torch.randn(8, 8) for number in range(6)}
     source = tmp_path / "source"
     source.mkdir()
@@ -296,7 +296,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, case: Case, kill: int) -> None:
         assert bits(tensor) == np.ascontiguousarray(read_tensor(opened, name)).tobytes()
 
 
-def test_many_small_tensors(tmp_path: Path) -> None:
+def test_many_small_tensors_are_written(tmp_path: Path) -> None:
     state = {f"w{number}": torch.full((3,), float(number)) for number in range(2000)}
     torch.save(state, tmp_path / "model.pt")
     convert(tmp_path, tmp_path.parent / "many", to="full", format="torch-pickle")

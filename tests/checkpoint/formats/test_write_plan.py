@@ -138,7 +138,7 @@ def test_contributions_are_no_values() -> None:
         arrange_shards({"w": planned(mesh, "-, - | sum(tp)", (4, 4))}, mesh)
 
 
-def test_another_word_for_replicas() -> None:
+def test_an_unknown_value_of_replicas_is_an_error() -> None:
     with pytest.raises(UsageError, match="replicas 'twice'"):
         arrange_shards({}, None, "twice")
 

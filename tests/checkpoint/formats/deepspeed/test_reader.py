@@ -246,7 +246,7 @@ def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
     assert len(damaged) == 1
 
 
-def test_converted_without_deepspeed(tmp_path: Path) -> None:
+def test_a_save_is_converted_without_deepspeed(tmp_path: Path) -> None:
     """Partitions become whole tensors of safetensors, and DCP's chunks over other ranks."""
     folder = unpack("zero3-fp16-3-frozen-sub", tmp_path)
     report = reshard.checkpoint.convert(folder, tmp_path / "whole", to="full")

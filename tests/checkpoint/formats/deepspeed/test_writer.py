@@ -245,7 +245,9 @@ def test_what_fsdp_saved_becomes_zero(tmp_path: Path) -> None:
         "every source to all ranks; each source and each of these is in a default case",
     ),
 )
-def test_experts_over_other_ranks(name: str, to: str, tmp_path: Path) -> None:
+def test_experts_are_written_for_another_number_of_ranks(
+    name: str, to: str, tmp_path: Path
+) -> None:
     """Weights, float32 weights and moments of every expert, and groups that say whose they are."""
     source = reshard.checkpoint.open(unpack(name, tmp_path))
     reshard.checkpoint.convert(source, tmp_path / "new", to=to, format="deepspeed-zero1")

@@ -95,7 +95,9 @@ def test_fsdp2_goes_on_from_megatron_and_back(name: str, ranks: int, tmp_path: P
 
 
 @pytest.mark.parametrize("through", ["deepspeed-zero1", "deepspeed-zero3", "deepspeed-universal"])
-def test_by_way_of_deepspeed(through: str, tmp_path: Path) -> None:
+def test_training_goes_on_after_a_conversion_to_deepspeed_and_back(
+    through: str, tmp_path: Path
+) -> None:
     recording = unpack("llama", tmp_path)
     there, made = tmp_path / "there", tmp_path / "made"
     to = "full" if through == "deepspeed-universal" else "dp=2"

@@ -32,7 +32,7 @@ def bit_by_bit(content: bytes) -> int:
     return state ^ 0xFFFFFFFF
 
 
-def test_vectors_of_the_standard() -> None:
+def test_checksums_match_the_standard() -> None:
     # RFC 3720, appendix B.4.
     assert crc32c(bytes(32)) == 0x8A9136AA
     assert crc32c(b"\xff" * 32) == 0x62A8AB43
@@ -40,7 +40,7 @@ def test_vectors_of_the_standard() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 5000])
-def test_lengths(size: int) -> None:
+def test_checksums_of_any_length_are_right(size: int) -> None:
     content = random.Random(size).randbytes(size)
     assert crc32c(content) == bit_by_bit(content)
 
@@ -143,7 +143,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_bodies_that_cannot_be(name: str) -> None:
+def test_invalid_bodies_are_refused(name: str) -> None:
     node = NodePlace("", "d/nodes", 0, 0, 0, b"")
     with pytest.raises(FormatError):
         decode_node(framed(NODE_MAGIC, HOSTILE[name]), node, "node")
@@ -155,7 +155,7 @@ def test_a_manifest_in_parts_is_refused() -> None:
         decode_manifest(framed(MANIFEST_MAGIC, body), "manifest.ocdbt")
 
 
-def test_a_node_that_leads_to_itself(tmp_path: Path) -> None:
+def test_a_database_of_several_leaves_is_read(tmp_path: Path) -> None:
     # A node of height 0 cannot lead on; one of height 1 to itself is of another height there.
     values = [(f"{n}".encode(), inline(b"v")) for n in range(9)]
     files = dict(encode_database(values, "d/n", bytes(16), 4))
@@ -172,7 +172,7 @@ def write_database(folder: Path, *values: tuple[bytes, StoredValue]) -> None:
         (folder / name).write_bytes(content)
 
 
-def test_files(tmp_path: Path) -> None:
+def test_values_without_a_database_are_files(tmp_path: Path) -> None:
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "0.0").write_bytes(b"abc")
     values = open_key_values(tmp_path)
@@ -182,19 +182,19 @@ def test_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["../x", "/etc/passwd", "w/../../x", "w//x"])
-def test_keys_that_lead_outside(tmp_path: Path, key: str) -> None:
+def test_keys_that_lead_out_of_the_folder_are_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(FormatError, match="outside"):
         open_key_values(tmp_path).find(key)
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "d/../../x", ""])
-def test_places_outside(tmp_path: Path, path: str) -> None:
+def test_places_out_of_the_folder_are_refused(tmp_path: Path, path: str) -> None:
     write_database(tmp_path, (b"a", StoredValue(1, FileRange(path, 0))))
     with pytest.raises(FormatError, match="outside"):
         open_key_values(tmp_path)
 
 
-def test_places_that_no_file_has(tmp_path: Path) -> None:
+def test_places_that_no_file_has_are_an_error(tmp_path: Path) -> None:
     missing, short = StoredValue(9, FileRange("d/x", 0)), StoredValue(1 << 40, FileRange("d/n", 0))
     write_database(tmp_path, (b"a", missing), (b"b", short))
     values = open_key_values(tmp_path)
@@ -204,7 +204,7 @@ def test_places_that_no_file_has(tmp_path: Path) -> None:
         values.find("b")
 
 
-def test_a_database_without_its_nodes(tmp_path: Path) -> None:
+def test_missing_nodes_are_an_error(tmp_path: Path) -> None:
     write_database(tmp_path, (b"a", inline(b"1")))
     (tmp_path / "d" / "n").unlink()
     with pytest.raises(CheckpointError, match="missing"):

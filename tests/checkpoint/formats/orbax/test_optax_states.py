@@ -14,7 +14,7 @@ from reshard.checkpoint.training.state import find_training_state
 from reshard.dtypes import dtype
 
 
-def test_adamw_behind_a_clipping(saved: Path) -> None:
+def test_adamw_after_a_clipping_is_named(saved: Path) -> None:
     found = checkpoint.open(saved / "manager")
     parameters = ("dense.bias", "dense.kernel")
     keys = ("exp_avg", "exp_avg_sq", "step")
@@ -73,7 +73,7 @@ def test_a_tree_directly_in_the_optimizer_is_no_state() -> None:
     assert name_states(paths) == {path: (".".join(path),) for path in paths}
 
 
-def test_momentum_and_what_only_looks_like_it() -> None:
+def test_momentum_is_named_and_layers_of_like_names_are_not() -> None:
     weights = [("params", "a", "w"), ("params", "b", "w")]
     momentum = [("opt", 0, "trace", *path[1:]) for path in weights]
     found = name_states([*weights, *momentum])
@@ -84,7 +84,7 @@ def test_momentum_and_what_only_looks_like_it() -> None:
     assert name_states([*weights, other])[other] == ("params.trace.x",)
 
 
-def test_two_optimizers_of_a_parameter() -> None:
+def test_states_of_a_second_optimizer_get_other_keys() -> None:
     nodes = [("mu", "w"), ("nu", "w"), ("count",)]
     paths = [("params", "w"), *((opt, *node) for opt in ("one", "two") for node in nodes)]
     found = name_states(paths)
@@ -109,7 +109,7 @@ def keys_of(*paths: tuple[str | int, ...]) -> dict[str, str]:
     }
 
 
-def test_states_of_other_optimizers() -> None:
+def test_states_of_other_optimizers_get_the_keys_of_pytorch() -> None:
     leaf = ("a", "w")
     count = ("opt_state", 0, "count")
 
@@ -148,7 +148,7 @@ def test_trees_like_that_of_the_parameters_are_state() -> None:
     assert [*found.values()] == ["acc_grads", "exp_avg", "exp_avg_sq", "step", "ema"]
 
 
-def test_variables_of_flax() -> None:
+def test_states_of_variables_of_flax_are_named() -> None:
     """Each has its value one level further down; weights stand under `model`."""
     leaf = ("up", "kernel", "value")
     state = ("optimizer", "opt_state", "0")

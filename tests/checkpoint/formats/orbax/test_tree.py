@@ -36,7 +36,7 @@ LEAVES = [
 ]
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_a_written_tree_is_read_again(tmp_path: Path) -> None:
     (tmp_path / METADATA_NAME).write_bytes(tree_bytes([(one, (2,)) for one in LEAVES], {"a": 1}))
     (tmp_path / "_strings.json").write_bytes(strings_bytes({"s": "ä", "t/u": "x"}))
     tree = read_tree(tmp_path)
@@ -83,14 +83,14 @@ def test_a_node_that_was_filled_later_is_no_leaf(tmp_path: Path) -> None:
         {"1": entry("a.b"), "2": entry("a", "b")},
     ],
 )
-def test_invalid_trees(tmp_path: Path, entries: Any) -> None:
+def test_invalid_trees_are_refused(tmp_path: Path, entries: Any) -> None:
     write(tmp_path, entries)
     with pytest.raises(FormatError):
         read_tree(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"3", b"{", b"\xff\xfe", b'{"a"' * 50000])
-def test_invalid_json(tmp_path: Path, content: bytes) -> None:
+def test_invalid_json_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / METADATA_NAME).write_bytes(content)
     with pytest.raises(FormatError):
         read_tree(tmp_path)
@@ -136,7 +136,7 @@ TREE = {"params": {"w": W, "i": np.int32(7).reshape(())}, "step": 300, "lr": 0.5
 TREE |= {"none": None, "flag": True, "empty": {}}
 
 
-def test_a_tree_in_a_single_file(tmp_path: Path) -> None:
+def test_a_tree_in_a_single_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_bytes(pack(TREE))
     found = checkpoint.open(tmp_path)
     assert found.format == "orbax"
@@ -156,7 +156,7 @@ def test_a_tree_in_a_single_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["ocdbt", "zarr"])
-def test_arrays_beside_it(saved: Path, tmp_path: Path, variant: str) -> None:
+def test_arrays_next_to_a_single_file_are_read(saved: Path, tmp_path: Path, variant: str) -> None:
     """As versions before `_METADATA` saved: placeholders for what is in Zarr."""
     folder = shutil.copytree(saved / variant, tmp_path / "old")
     (folder / "_METADATA").unlink()
@@ -195,7 +195,7 @@ def test_flipped_bytes_are_errors_of_ours_or_values(tmp_path: Path) -> None:
         ({"w": np.zeros(2, dtype="U3")}, "not known here"),
     ],
 )
-def test_unknown_contents(tmp_path: Path, tree: Any, says: str) -> None:
+def test_arrays_of_unknown_types_are_unreadable(tmp_path: Path, tree: Any, says: str) -> None:
     (tmp_path / "checkpoint").write_bytes(pack(tree))
     opened = checkpoint.open(tmp_path)
     assert not opened.tensors
@@ -203,7 +203,7 @@ def test_unknown_contents(tmp_path: Path, tree: Any, says: str) -> None:
         _ = opened["w"]
 
 
-def test_deeply_nested_trees(tmp_path: Path) -> None:
+def test_trees_that_are_nested_too_deep_are_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_bytes(b"\x81\xa1a" * 1000 + b"\xc0")
     with pytest.raises(FormatError, match="levels deep"):
         checkpoint.open(tmp_path)

@@ -33,7 +33,9 @@ def open_by_tensorstore(folder: Path, name: str) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_there_and_back(saved: Path, tmp_path: Path, cut: str) -> None:
+def test_a_written_checkpoint_is_read_by_reshard_and_by_tensorstore(
+    saved: Path, tmp_path: Path, cut: str
+) -> None:
     to, rules = CUTS[cut]
     target = tmp_path / "target"
     report = checkpoint.convert(saved / "ocdbt", target, to=to, rules=rules, format="orbax")

@@ -70,7 +70,7 @@ def test_rules_join_plain_parts(tmp_path: Path, name: str) -> None:
     assert compare(opened, tmp_path / "target").is_same
 
 
-def test_safetensors_of_ranks(tmp_path: Path) -> None:
+def test_safetensors_files_of_ranks_are_read(tmp_path: Path) -> None:
     for rank in range(2):
         shards = {"w": tensor("bfloat16", (3, 4), rank), "b": tensor("float32", (4,), 7)}
         write_file(tmp_path / f"model_rank{rank}.safetensors", shards)

@@ -120,7 +120,7 @@ def test_files_of_fsdp2_ranks_are_the_model(tmp_path: Path, ranks: int) -> None:
     assert compare(tmp_path, target).is_same
 
 
-def test_meshes_and_placements(tmp_path: Path) -> None:
+def test_meshes_and_placements_are_read(tmp_path: Path) -> None:
     """Two axes, replicas, strides, a part of a mesh, a flattened one, and plain tensors."""
 
     def state(rank: int) -> Any:
@@ -160,7 +160,7 @@ def test_meshes_and_placements(tmp_path: Path) -> None:
     assert compare(source, tmp_path / "cut").is_same
 
 
-def test_ranks_in_another_order(tmp_path: Path) -> None:
+def test_a_mesh_may_have_its_ranks_in_another_order(tmp_path: Path) -> None:
     order = [2, 0, 3, 1]
 
     def state(rank: int) -> Any:
@@ -235,7 +235,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_real_ranks_of_fsdp(trained: Path, kind: str) -> None:
+def test_files_of_ranks_of_fsdp_are_read(trained: Path, kind: str) -> None:
     expected = torch.load(trained / "whole.pt", weights_only=True)
     opened = open_checkpoint(trained / kind)
     for name, tensor in expected["model"].items():

@@ -153,7 +153,7 @@ def test_fsdp2_resumes_from_files_of_ranks(tmp_path: Path, axis: str) -> None:
             assert torch.equal(found["state"][number][key], tensor), (number, key)
 
 
-def test_two_axes_strides_and_copies(tmp_path: Path) -> None:
+def test_placements_over_two_axes_are_written(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     state = {

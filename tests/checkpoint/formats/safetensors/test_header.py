@@ -280,7 +280,9 @@ def test_a_broken_header_is_named(header: object, data_bytes: int, message: str)
 
 @pytest.mark.parametrize("is_compact", [True, False])
 @pytest.mark.parametrize(("before", "behind"), [(" \t\r\n", ""), ("", "\n\t \r "), ("\n", "\n")])
-def test_spaces_around_a_header(is_compact: bool, before: str, behind: str, tmp_path: Path) -> None:
+def test_spaces_around_a_header_are_read(
+    is_compact: bool, before: str, behind: str, tmp_path: Path
+) -> None:
     """As safetensors 0.8 reads them; its metadata alone, too."""
     entries = {
         "__metadata__": {"format": "pt"},

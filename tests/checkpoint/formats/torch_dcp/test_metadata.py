@@ -67,7 +67,9 @@ def edit(path: Path, change: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("files", [1, 2])
-def test_the_same_as_with_collectives(tmp_path: Path, ranks: int, files: int) -> None:
+def test_a_save_without_collectives_reads_as_one_with_them(
+    tmp_path: Path, ranks: int, files: int
+) -> None:
     save_apart(tmp_path / "apart", ranks, thread_count=files)
     torch_checkpoints.save(tmp_path / "together", ranks, lambda rank: state_of(rank, ranks))
     assert not (tmp_path / "apart" / ".metadata").exists()
@@ -113,7 +115,7 @@ def test_a_rank_that_is_missing(apart: Path) -> None:
         open_checkpoint(apart)
 
 
-def test_ranks_that_disagree(apart: Path) -> None:
+def test_ranks_that_disagree_are_an_error(apart: Path) -> None:
     kept = (apart / "__1.metadata").read_bytes()
 
     def resize(metadata: Any) -> None:
@@ -158,7 +160,7 @@ def test_shards_that_overlap(apart: Path) -> None:
         open_checkpoint(apart)
 
 
-def test_attributes_of_all_ranks(apart: Path) -> None:
+def test_attributes_of_all_ranks_are_merged(apart: Path) -> None:
     for rank in range(3):
         values = {"mcore_data": {f"w{rank}": {"shape": (rank, 4)}}, "same": [1], "other": rank}
         values["either"] = {"x": 1} if rank == 1 else [5]

@@ -76,7 +76,7 @@ def test_metadata_is_read_with_the_memory_that_the_file_has(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_sharded_tensors_of_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+def test_sharded_tensors_of_any_number_of_ranks_are_read(tmp_path: Path, ranks: int) -> None:
     wholes = {
         "rows": tensor("float32", (13, 6), 1),
         "columns": tensor("bfloat16", (5, 11), 2),
@@ -103,7 +103,7 @@ def test_sharded_tensors_of_any_number_of_ranks(tmp_path: Path, ranks: int) -> N
     assert [box.shape for box in opened["rows"].layout.boxes(0)] == [(-(-13 // ranks), 6)]
 
 
-def test_nested_strided_and_partly_replicated_shards(tmp_path: Path) -> None:
+def test_nested_strided_and_partly_replicated_shards_are_read(tmp_path: Path) -> None:
     whole = tensor("float32", (13, 6))
 
     def state(rank: int) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_element_type_of_torch(tmp_path: Path, dtype: str) -> None:
+def test_every_element_type_of_torch_is_read(tmp_path: Path, dtype: str) -> None:
     whole = tensor(dtype, (5, 3))
     save_one(tmp_path / "dcp", {"w": as_torch(whole)})
     assert bits_of(tmp_path / "dcp") == {"w": whole}
@@ -199,7 +199,7 @@ def test_tensors_that_are_not_row_major(tmp_path: Path, small_blocks: int) -> No
     assert open_checkpoint(tmp_path / "dcp")["backwards"].binding.views
 
 
-def test_a_megatron_checkpoint() -> None:
+def test_a_checkpoint_of_megatron_is_read() -> None:
     folder = FIXTURES / "megatron_torch_dist"
     if not folder.exists():
         pytest.skip("the fixtures beside the repository are not there")
@@ -220,7 +220,7 @@ def test_items_that_are_not_tensors(tmp_path: Path) -> None:
     assert opened.paths["optimizer.lr"] == ("optimizer", "lr")
 
 
-def test_many_files_of_a_rank(tmp_path: Path) -> None:
+def test_many_files_of_a_rank_are_read(tmp_path: Path) -> None:
     wholes = {f"w{i}": tensor("float32", (4 + i, 3), i) for i in range(5)}
     state = {name: as_torch(whole) for name, whole in wholes.items()}
     torch_checkpoints.save(tmp_path / "dcp", 1, lambda rank: state, thread_count=3)

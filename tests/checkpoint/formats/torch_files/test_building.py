@@ -180,7 +180,7 @@ def test_an_end_of_16_bits_counts_less_than_65535_entries() -> None:
     assert few.startswith(b"PK\5\6") and many.startswith(b"PK\6\6")
 
 
-def test_places_beyond_4_gib(tmp_path: Any) -> None:
+def test_storages_beyond_4_gib_are_written(tmp_path: Any) -> None:
     large, small = NewTensor.of(dtype("uint8"), (5, 1 << 30)), NewTensor.of(F32, (3,))
     file = new_torch_file("x", {"large": large, "small": small})
     path = tmp_path / "x.pt"
@@ -248,7 +248,7 @@ def test_types_missing_from_torch_are_errors() -> None:
         NewArchive.at(dtype("float8_e3m4"), (3,), 0)
 
 
-def test_archives_of_more_than_4_gib(tmp_path: Path) -> None:
+def test_archives_of_more_than_4_gib_are_written(tmp_path: Path) -> None:
     """Written into a file of holes; only what describes the storage is looked at."""
     archive = NewArchive.at(dtype("uint8"), (5, 1 << 30), 0)
     path = tmp_path / "large"

@@ -201,7 +201,7 @@ class Harm:
 
 
 @pytest.mark.parametrize("is_zip", FORMS)
-def test_nothing_runs(tmp_path: Path, is_zip: bool) -> None:
+def test_nothing_in_a_file_is_run(tmp_path: Path, is_zip: bool) -> None:
     import os
 
     value = {"w": BASE, "x": Harm(os.system, f"touch {tmp_path / 'ran'}")}
@@ -535,7 +535,7 @@ def test_a_front_is_read_as_its_archive(number: int, save: Any) -> None:
     assert read_archive_front(archive[:FRONT_BYTES], "x") == read_whole(archive)
 
 
-def test_a_front_without_checksums() -> None:
+def test_a_front_without_checksums_is_read() -> None:
     torch.serialization.set_crc32_options(False)
     try:
         archive = saved(FRONTS[0])

@@ -30,7 +30,7 @@ def test_folders_of_ranks_have_the_state_of_torch_dist(name: str, tmp_path: Path
     assert [name for name, _ in legacy.unread] == ["rng_state"]
 
 
-def test_several_buckets(tmp_path: Path) -> None:
+def test_state_in_several_buckets_is_read(tmp_path: Path) -> None:
     found = state_of(unpack("buckets", tmp_path) / "legacy")
     masters = [key for key in found if key.endswith(".master")]
     assert len(masters) == len(found) // 4 == 27
@@ -74,7 +74,7 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
     assert "the parts of parameters are ambiguous" in found.unread[-1][1]
 
 
-def test_groups_without_float32_weights(tmp_path: Path) -> None:
+def test_groups_may_lack_float32_weights(tmp_path: Path) -> None:
     """Of an optimizer without any, and of one that has those of its first group alone."""
     folder = unpack("undistributed", tmp_path) / "legacy"
     whole = checkpoint.open(folder)
@@ -129,7 +129,9 @@ def test_truncated_files_are_errors(file: str, tmp_path: Path) -> None:
         (6, r"weight1' is \[8, 16\], expected the weights of 3 experts concatenated"),
     ],
 )
-def test_stacked_experts_of_unknown_number(experts: int | None, says: str, tmp_path: Path) -> None:
+def test_stacked_experts_of_an_unknown_number_are_refused(
+    experts: int | None, says: str, tmp_path: Path
+) -> None:
     torch = pytest.importorskip("torch")
     folder = unpack("grouped", tmp_path) / "legacy" / "iter_0000002"
     for path in folder.rglob("model_optim_rng.pt"):

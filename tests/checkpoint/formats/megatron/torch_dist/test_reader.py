@@ -98,7 +98,7 @@ def test_buckets_of_stacked_experts_are_unread(tmp_path: Path) -> None:
     assert "in one weight (GroupedMLP) are not read" in found.unread[-1][1]
 
 
-def test_plain_values_and_groups(tmp_path: Path) -> None:
+def test_common_values_and_groups_are_read(tmp_path: Path) -> None:
     found = checkpoint.open(unpack("tensor", tmp_path) / "fully_reshardable")
     values = found.values
     assert (values["iteration"], values["args.num_layers"]) == (2, 2)
@@ -111,7 +111,7 @@ def test_plain_values_and_groups(tmp_path: Path) -> None:
     assert not found.unread
 
 
-def test_the_folder_of_all_steps(tmp_path: Path) -> None:
+def test_the_folder_of_all_steps_opens_the_last(tmp_path: Path) -> None:
     step = unpack("tensor", tmp_path) / "fully_reshardable"
     steps = tmp_path / "steps"
     shutil.copytree(step, steps / "iter_0000002")

@@ -78,7 +78,7 @@ def test_experts_over_ranks_have_an_optimizer_of_their_own(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["fully_reshardable", "legacy", "dp_reshardable"])
-def test_the_loss_scaler_of_each_optimizer(how: str, tmp_path: Path) -> None:
+def test_every_optimizer_gets_the_loss_scaler(how: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     folder = unpack("scaled", tmp_path)
     source = checkpoint.open(folder / how)
