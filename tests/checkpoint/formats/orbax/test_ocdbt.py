@@ -155,17 +155,6 @@ def test_a_manifest_in_parts_is_refused() -> None:
         decode_manifest(framed(MANIFEST_MAGIC, body), "manifest.ocdbt")
 
 
-def test_a_database_of_several_leaves_is_read(tmp_path: Path) -> None:
-    # A node of height 0 cannot lead on; one of height 1 to itself is of another height there.
-    values = [(f"{n}".encode(), inline(b"v")) for n in range(9)]
-    files = dict(encode_database(values, "d/n", bytes(16), 4))
-    (tmp_path / "d").mkdir()
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    assert len(values_of(tmp_path)) == 9
-    assert open_key_values(tmp_path).find("8") is not None
-
-
 def write_database(folder: Path, *values: tuple[bytes, StoredValue]) -> None:
     (folder / "d").mkdir()
     for name, content in encode_database(values, "d/n", bytes(16)):
