@@ -18,7 +18,9 @@ small values, and the locations of larger values in data files::
 
 TensorStore itself is not used: its key-value store lists 200,000 keys in 0.1 s, and this module
 opens them in 0.9 s, but it does not return the locations of values. With these, chunks are read,
-verified and resumed as ranges of files, in bounded memory; and its package has 68 MB.
+verified and resumed as ranges of files, in bounded memory; and its package has 68 MB. Nor does it
+write a database of values that are in files already: it takes their bytes, and copies these into
+files of its own. For 50,000 small values that takes 0.4 s of processor time, and 0.3 s here.
 
 The CRC-32C of long content is computed in equally long lanes, a byte of every lane at a time, which
 are joined by `crc32c(head + tail) = advance(crc32c(head), len(tail)) ^ crc32c(tail)`.
