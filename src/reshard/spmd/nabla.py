@@ -22,7 +22,7 @@ from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.arrays import creation
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, replicated
 from reshard.spmd.core.backend import library_of
 from reshard.spmd.core.operator import Operator, likely_name, operator_of
 from reshard.spmd.propagation.propagation import propagate
@@ -37,7 +37,6 @@ from reshard.spmd.rules.templates import (
 )
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import common_mesh, laid_out
-from reshard.spmd.shards.runner import replicated
 from reshard.spmd.tracing.trace import trace
 
 __all__ = [

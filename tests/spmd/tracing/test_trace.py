@@ -25,12 +25,13 @@ from reshard.layout import Box, Layout
 from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves
+from reshard.spmd.core.array_type import replicated
 from reshard.spmd.core.backend import library
 from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Operator
 from reshard.spmd.graph import WITH_SHARDING, Graph
 from reshard.spmd.shards.chosen_program import chosen_program
-from reshard.spmd.shards.runner import InProcess, replicated
+from reshard.spmd.shards.runner import InProcess
 from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.estimates import InsertedReshard

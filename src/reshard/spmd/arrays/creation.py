@@ -17,8 +17,8 @@ import numpy as np
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.arrays.sharded_array import ShardedArray, array
+from reshard.spmd.core.array_type import ArrayType, plain_spec
 from reshard.spmd.ops.arguments import explain_errors
 from reshard.spmd.ops.data_types import check_device
 from reshard.spmd.shards.array_value import ArrayValue

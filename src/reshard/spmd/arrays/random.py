@@ -33,8 +33,8 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.creation import read_shape
-from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.arrays.sharded_array import ShardedArray, array
+from reshard.spmd.core.array_type import ArrayType, plain_spec, settled
 from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
 from reshard.spmd.core.operator import ship
 from reshard.spmd.core.result_types import asked, kind_of
@@ -46,7 +46,6 @@ from reshard.spmd.ops.ordering import argsort
 from reshard.spmd.rules.rule_builder import Inferred, Shape, axis_of, counted, from_pattern
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
-from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.runner import in_process, runner_for
 
 __all__ = [
@@ -400,7 +399,7 @@ def bernoulli(
     """
     if isinstance(p, ArrayValue):
         shape = p.type.shape if shape is None else shape
-        spec = _spec_of(p) if spec is None and read_shape(shape) == p.type.shape else spec
+        spec = settled(p.type).spec if spec is None and read_shape(shape) == p.type.shape else spec
         if not _broadcasts(p.type.shape, read_shape(shape)):
             raise UsageError(
                 f"probabilities of shape {list(p.type.shape)} for numbers of shape "
@@ -410,12 +409,6 @@ def bernoulli(
         portion("a probability of ", p)
     drawn = _draw(key, () if shape is None else shape, spec, "uniform", "float64")
     return elementwise.less(drawn, p)
-
-
-def _spec_of(x: Any) -> ShardingSpec | None:
-    """Return the sharding of an array with its contributions combined."""
-    spec = x.type.spec
-    return None if spec is None else without_partial(spec)
 
 
 def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -446,7 +439,7 @@ def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
     if not size:
         raise UsageError(f"categorical of logits of shape {list(logits.shape)}; give one class")
     logits, key = operands(logits, key)
-    drawn = _draw(key, logits.shape, _spec_of(logits), "uniform", "float64")
+    drawn = _draw(key, logits.shape, settled(logits.type).spec, "uniform", "float64")
     # By Gumbel: each class has the maximum of logits plus noise with its probability. The noise of
     # a 0 would be infinite.
     noise = -elementwise.log(-elementwise.log(maximum(drawn, 2.0**-54)))
@@ -491,6 +484,6 @@ def dropout(x: Any, key: Any, rate: Any = 0.5, /) -> Any:
     x, key = operands(x, key)
     if rate == 0:
         return x
-    drawn = _draw(key, x.shape, _spec_of(x), "uniform", "float32")
+    drawn = _draw(key, x.shape, settled(x.type).spec, "uniform", "float32")
     scaled = multiply(x, 1 / (1 - rate)) if rate < 1 else x
     return elementwise.where(elementwise.greater_equal(drawn, rate), scaled, 0.0)

@@ -35,10 +35,9 @@ from reshard.layout import Layout
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.arrays.argument_tree import keyed_leaves, leaves, replaced
 from reshard.spmd.arrays.sharded_array import array, from_shards
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, settled
 from reshard.spmd.ops.data_types import astype
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.partial_sums import settled, without_partial
 from reshard.spmd.shards.runner import Runner, runner_for
 
 _SHOWN = 5
@@ -210,10 +209,11 @@ def _list_arrays(tree: Any, kinds: tuple[type, ...] = (ArrayValue,)) -> Iterator
 
 def _find_shards(x: Any) -> SavedArray:
     """Return the shards of an array without pending sums, detached from gradients."""
-    if x.type.spec is not None and x.type.spec.partial_axes:
-        x = x.shard(without_partial(x.type.spec))
+    x = x.reduced()
     if not x.runner.has_every_shard and _count_boxes(x.type) > _MAX_BOXES:
-        x = x.shard(_in_stretches(x.type.spec))
+        # The same axes, by which each part is a single interval.
+        dims = [DimSpec(dim.axes) for dim in x.type.spec.dim_specs]
+        x = x.shard(ShardingSpec(x.type.spec.mesh, dims))
     shards = [one.detach() if hasattr(one, "detach") else one for one in x._shards]
     return SavedArray(x.type, dict(zip(_find_ranks(x.type, x.runner), shards, strict=True)))
 
@@ -236,11 +236,6 @@ def _count_boxes(kind: ArrayType) -> int:
         )
         for cell in range(layout.cells)
     )
-
-
-def _in_stretches(spec: ShardingSpec) -> ShardingSpec:
-    """Return a sharding by the same axes, in which each part is a single interval."""
-    return ShardingSpec(spec.mesh, [DimSpec(dim.axes) for dim in spec.dim_specs])
 
 
 def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool = False) -> Any:

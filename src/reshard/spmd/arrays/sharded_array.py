@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from inspect import Signature, isfunction, signature
 from typing import Any
 
 import numpy as np
 
-from reshard._validation import check_type
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import ReshardError, ShardError, SpecError, UsageError
+from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd import namespace
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, plain_spec, without_partial
 from reshard.spmd.core.backend import is_distributed, library_of
 from reshard.spmd.ops import data_types, elementwise, movement, reductions
 from reshard.spmd.ops import elementwise as e
@@ -39,7 +37,6 @@ from reshard.spmd.shards.array_value import ArrayValue, take_moved
 from reshard.spmd.shards.checking import check_copies, check_data
 from reshard.spmd.shards.error_translation import refuse_traced
 from reshard.spmd.shards.operation_call import recorders
-from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.runner import Runner, runner_for
 
 _OTHER_NAMES = {
@@ -604,34 +601,6 @@ def _read_spec(target: DeviceMesh | ShardingSpec, dims: Dims | None) -> Sharding
     if isinstance(dims, str):
         raise UsageError(f"dimensions {dims!r} as text; give reshard.spec(mesh, {dims!r}) alone")
     return plain_spec(ShardingSpec(target, dims))
-
-
-def plain_spec(spec: ShardingSpec) -> ShardingSpec:
-    """Return a sharding without open dimensions, priorities and replicated axes.
-
-    Raises SpecError for a sharding that leaves devices out, and UsageError for other values.
-    """
-    check_type(spec, ShardingSpec, "sharding", "give reshard.spec(mesh, 'x, -')")
-    if spec.only:
-        raise SpecError(
-            f"`{spec}` leaves out devices; every device computes its part of an operation, so "
-            "give a sharding without only(...)"
-        )
-    # Open dimensions, priorities and replicated axes are for propagation, not for where elements
-    # are.
-    if not spec.replicated_axes and not any(d.is_open or d.priority for d in spec.dim_specs):
-        return spec
-    return _make_plain(spec)
-
-
-@lru_cache(maxsize=4096)
-def _make_plain(spec: ShardingSpec) -> ShardingSpec:
-    return ShardingSpec(
-        spec.mesh,
-        [DimSpec(dim.levels) for dim in spec.dim_specs],
-        partial_axes=spec.partial_axes,
-        reduction=spec.reduction,
-    )
 
 
 def array(

@@ -25,7 +25,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ArrayIndexError, MeshError, SpecError, UsageError
 from reshard.mesh import Axis
 from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, replicated
 from reshard.spmd.core.backend import Library, records_gradient
 from reshard.spmd.core.local_work import parts_of
 from reshard.spmd.core.operator import JointPullback, TapeStep
@@ -38,7 +38,6 @@ from reshard.spmd.ops.elementwise import operands
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose
 from reshard.spmd.ops.reductions import sum as sum_over
 from reshard.spmd.shards.operation_call import placed
-from reshard.spmd.shards.runner import replicated
 from reshard.spmd.tracing.abstract_runner import uses_abstract_values
 from reshard.spmd.tracing.graph_recording import listening_recorder
 

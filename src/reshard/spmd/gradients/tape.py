@@ -23,7 +23,7 @@ from typing import Any
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, replicated, without_partial
 from reshard.spmd.core.operator import (
     JointPullback,
     Pullback,
@@ -45,8 +45,7 @@ from reshard.spmd.shards.operation_call import (
     placed,
     recorders,
 )
-from reshard.spmd.shards.partial_sums import settles, without_partial
-from reshard.spmd.shards.runner import replicated
+from reshard.spmd.shards.partial_sums import settles
 
 _pullbacks: dict[str, Pullback] = {}
 """Derivatives that were registered by `gradient`, by operator."""

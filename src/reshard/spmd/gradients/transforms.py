@@ -18,13 +18,13 @@ from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves, leaves_like, replaced, shardings_like
 from reshard.spmd.arrays.sharded_array import array
+from reshard.spmd.core.array_type import without_partial
 from reshard.spmd.core.backend import library_of
 from reshard.spmd.gradients.tape import Cotangents, Tape, ended, is_real_floating
 from reshard.spmd.ops.filling import ones_like, zeros_like
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.error_translation import check_function
 from reshard.spmd.shards.operation_call import call, recording
-from reshard.spmd.shards.partial_sums import without_partial
 
 Function = Callable[..., Any]
 Places = int | Sequence[int]

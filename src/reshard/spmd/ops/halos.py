@@ -21,6 +21,7 @@ from typing import Any
 from reshard.cut_rules import Windows
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.spmd.core.array_type import with_cut
 from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import LocalWork, Stretch, parts_of
 from reshard.spmd.ops.movement import pad_array
@@ -360,9 +361,3 @@ def cut_by_windows(
             start, stop = min(start, own[0]), max(stop, own[1])
         windows.append((start, stop))
     return DimSpec([Level(cut.axes, Windows(tuple(windows)))])
-
-
-def with_cut(spec: ShardingSpec, dim: int, cut: DimSpec) -> ShardingSpec:
-    """Return a sharding with another sharding of a dimension."""
-    dims = [*spec.dim_specs[:dim], cut, *spec.dim_specs[dim + 1 :]]
-    return ShardingSpec(spec.mesh, dims, partial_axes=spec.partial_axes, reduction=spec.reduction)

@@ -32,7 +32,7 @@ from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import array
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, replicated
 from reshard.spmd.graph import Graph, Shardings
 from reshard.spmd.programs.input_search import (
     InputLayout,
@@ -47,7 +47,6 @@ from reshard.spmd.propagation.by_cost.cost_propagation import Choices
 from reshard.spmd.propagation.strategies import shardings_from
 from reshard.spmd.shards.error_translation import check_function
 from reshard.spmd.shards.operation_call import unrecorded
-from reshard.spmd.shards.runner import replicated
 from reshard.spmd.tracing.graph_recording import type_of
 from reshard.spmd.tracing.trace import Trace, record_for
 from reshard.topology import Topology

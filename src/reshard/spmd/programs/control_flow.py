@@ -16,7 +16,7 @@ from reshard.errors import UsageError
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.arrays.argument_tree import arranged_like, leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, settled
 from reshard.spmd.core.backend import library_of
 from reshard.spmd.core.operator import JointPullback, TapeStep
 from reshard.spmd.gradients.tape import Tape, add_step
@@ -31,7 +31,6 @@ from reshard.spmd.programs.traced_function import (
     pull_back_body,
 )
 from reshard.spmd.shards.operation_call import is_watched, recorders
-from reshard.spmd.shards.partial_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,

@@ -21,7 +21,7 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.spmd.arrays.argument_tree import replaced
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, settled
 from reshard.spmd.core.operator import JointPullback, TapeStep
 from reshard.spmd.gradients.tape import add_step
 from reshard.spmd.graph import Body, BodyCosts, Value
@@ -37,7 +37,6 @@ from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.error_translation import check_function
 from reshard.spmd.shards.operation_call import unrecorded
-from reshard.spmd.shards.partial_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.abstract_runner import AbstractRunner, AbstractShard, abstract_values
 from reshard.spmd.tracing.graph_recording import (

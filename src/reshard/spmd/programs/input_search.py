@@ -57,6 +57,7 @@ import numpy as np
 from reshard.dtypes import dtype
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
+from reshard.spmd.core.array_type import replicated
 from reshard.spmd.graph import Graph
 from reshard.spmd.propagation.axes import AxisTable, Sharding, size_of
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
@@ -65,7 +66,6 @@ from reshard.spmd.propagation.by_cost.cost_propagation import Choices, improved
 from reshard.spmd.propagation.by_cost.factor_graph import CostTable, FloatArray
 from reshard.spmd.propagation.by_cost.movements import NOTHING
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
-from reshard.spmd.shards.runner import replicated
 
 # Kinds of inputs that are seeds, the largest first; seeds that are tried with those that were kept;
 # and seeds that are kept for an axis.

@@ -21,7 +21,7 @@ from typing import Any
 from reshard.errors import ReshardError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, replicated
 from reshard.spmd.core.operator import find_operator
 from reshard.spmd.graph import Body, Graph
 from reshard.spmd.ops.elementwise import writing
@@ -38,7 +38,7 @@ from reshard.spmd.shards.array_value import ArrayValue, may_view
 from reshard.spmd.shards.error_translation import REFUSALS, refuse
 from reshard.spmd.shards.operation_call import CompiledCall, compute, recorders
 from reshard.spmd.shards.partial_sums import are_finite
-from reshard.spmd.shards.runner import Runner, replicated
+from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Shards
 from reshard.spmd.tracing.estimates import held_bytes
 from reshard.spmd.tracing.graph_recording import filled

@@ -21,12 +21,11 @@ from typing import Any
 
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import replaced
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, replicated
 from reshard.spmd.core.operator import find_operator
 from reshard.spmd.graph import Graph, Operation, Spec, Value
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall
-from reshard.spmd.shards.runner import replicated
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.trace import abstract_inputs, interpret
 

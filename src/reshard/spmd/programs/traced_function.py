@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, settled
 from reshard.spmd.gradients.tape import is_real_floating
 from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.graph import BodyCosts, Graph, Spec
@@ -23,7 +23,6 @@ from reshard.spmd.programs.simplification import simplify
 from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import unrecorded
-from reshard.spmd.shards.partial_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.estimates import held_bytes

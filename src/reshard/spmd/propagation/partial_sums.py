@@ -37,14 +37,14 @@ from reshard.dtypes import dtype
 from reshard.errors import SpecError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, with_partial
 from reshard.spmd.core.operator import Operator, operators
 from reshard.spmd.graph import Operation
 from reshard.spmd.propagation.axes import AxisTable, Parts, are_apart, size_of
 from reshard.spmd.propagation.propagation import PropagatedGraph
 from reshard.spmd.propagation.reshards import explicit_reshards
 from reshard.spmd.shards.operation_call import laid_out
-from reshard.spmd.shards.partial_sums import types_allow_partial, with_partial
+from reshard.spmd.shards.partial_sums import types_allow_partial
 
 
 def largest_closure(gains: Sequence[int], needs: Sequence[Iterable[int]]) -> set[int]:

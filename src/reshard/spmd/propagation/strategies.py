@@ -18,14 +18,13 @@ from typing import NamedTuple
 
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.arrays.sharded_array import plain_spec
+from reshard.spmd.core.array_type import plain_spec, replicated
 from reshard.spmd.graph import Graph, Shardings, Spec
 from reshard.spmd.propagation.axes import AxisTable
 from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
 from reshard.spmd.propagation.partial_sums import keep_partial
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
-from reshard.spmd.shards.runner import replicated
 from reshard.topology import Topology
 
 

@@ -11,8 +11,7 @@ from reshard.collectives.program import Program
 from reshard.collectives.search.find_program import find_program
 from reshard.collectives.steps import Exchange
 from reshard.sharding import ShardingSpec
-from reshard.spmd.core.array_type import ArrayType
-from reshard.spmd.shards.runner import replicated
+from reshard.spmd.core.array_type import ArrayType, replicated
 
 
 @lru_cache(maxsize=4096)

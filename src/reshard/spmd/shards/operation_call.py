@@ -26,7 +26,7 @@ from typing import Any
 from reshard.errors import MeshError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, replicated, with_partial, without_partial
 from reshard.spmd.core.local_work import LocalWork
 from reshard.spmd.core.operator import Operator, find_operator, operator_of
 from reshard.spmd.core.result_types import find_result_types
@@ -45,10 +45,8 @@ from reshard.spmd.shards.partial_sums import (
     factors_of,
     kept_partial,
     types_allow_partial,
-    with_partial,
-    without_partial,
 )
-from reshard.spmd.shards.runner import MAX_CACHED, Runner, replicated
+from reshard.spmd.shards.runner import MAX_CACHED, Runner
 from reshard.spmd.shards.shard_copies import Movement
 
 RunCall = Callable[..., Any]

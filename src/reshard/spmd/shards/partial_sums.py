@@ -93,16 +93,6 @@ def _uses(one: ArrayType | None, axis: Axis) -> bool:
     return any(other.name == axis.name for other in used)
 
 
-def without_partial(spec: ShardingSpec) -> ShardingSpec:
-    """Return the sharding that is left when all contributions are combined."""
-    return ShardingSpec(spec.mesh, spec.dim_specs) if spec.partial_axes else spec
-
-
-def settled(kind: ArrayType) -> ArrayType:
-    """Return the type without pending sums."""
-    return kind if kind.spec is None else kind.with_spec(without_partial(kind.spec))
-
-
 def factors_of(
     operands: Sequence[Any], runs_with: Sequence[ShardingSpec | None]
 ) -> tuple[int, ...]:
@@ -143,18 +133,6 @@ def are_finite(factors: Sequence[int], operands: Sequence[Any], runner: Runner) 
             has_everyone = kind.spec is None or runner.has_everyone(kind.spec.mesh)
             may_differ = may_differ or kind.is_cut or not has_everyone
     return not runner.on_any_rank(not all_are) if may_differ else all_are
-
-
-def with_partial(spec: ShardingSpec, axes: Sequence[Axis], reduction: str | None) -> ShardingSpec:
-    """Return the sharding with further partial axes."""
-    if not axes:
-        return spec
-    return ShardingSpec(
-        spec.mesh,
-        spec.dim_specs,
-        partial_axes=(*axes, *spec.partial_axes),
-        reduction=reduction,
-    )
 
 
 def types_allow_partial(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:

@@ -44,11 +44,10 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, gradient_spec, replicated, without_partial
 from reshard.spmd.core.backend import library, records_gradient
 from reshard.spmd.shards.chosen_program import chosen_program
-from reshard.spmd.shards.partial_sums import without_partial
-from reshard.spmd.shards.runner import Begin, Runner, Transport, replicated
+from reshard.spmd.shards.runner import Begin, Runner, Transport
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 from reshard.torch.exchange.agreement import CallSignature, agree, share
 from reshard.torch.exchange.groups import RankGroup, rank_group
@@ -70,21 +69,6 @@ class TransposedMovement(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(gradients[0].contiguous()), None, None
-
-
-def gradient_spec(spec: ShardingSpec) -> ShardingSpec:
-    """Return the sharding of an array's gradient, which swaps copies and contributions.
-
-    >>> import reshard
-    >>> mesh = reshard.DeviceMesh.of(x=2, y=2)
-    >>> for text in ("x, -", "-, -", "x, - | sum(y)"):
-    ...     print(gradient_spec(reshard.spec(mesh, text)))
-    x, - | sum(y)
-    -, - | sum(x y)
-    x, -
-    """
-    used = [axis for dim in spec.dim_specs for axis in dim.axes] + list(spec.partial_axes)
-    return ShardingSpec(spec.mesh, spec.dim_specs, partial_axes=spec.mesh.remaining_axes(used))
 
 
 def with_gradient(

@@ -23,8 +23,8 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd.core.array_type import ArrayType
+from reshard.sharding import ShardingSpec
+from reshard.spmd.core.array_type import ArrayType, replicated
 from reshard.spmd.core.backend import Library, library, library_of
 from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Operator
@@ -218,16 +218,6 @@ class InProcess(Runner):
 
     def __repr__(self) -> str:
         return f"in_process({self.library.name!r})"
-
-
-def replicated(mesh: DeviceMesh, ndim: int) -> ShardingSpec:
-    """Return the sharding with a whole copy on every device."""
-    return _make_replicated(mesh, ndim)
-
-
-@lru_cache(maxsize=1024)
-def _make_replicated(mesh: DeviceMesh, ndim: int) -> ShardingSpec:
-    return ShardingSpec(mesh, [DimSpec()] * ndim)
 
 
 def in_process(name: str = "numpy") -> Runner:

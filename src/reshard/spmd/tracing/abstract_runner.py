@@ -27,12 +27,12 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, replicated
 from reshard.spmd.core.backend import Library, library
 from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Operator
 from reshard.spmd.core.result_types import find_result_types
-from reshard.spmd.shards.runner import Runner, Transport, replicated
+from reshard.spmd.shards.runner import Runner, Transport
 from reshard.spmd.shards.shard_copies import Movement, Shards
 
 

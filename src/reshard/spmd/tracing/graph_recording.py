@@ -26,8 +26,8 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves, replaced
-from reshard.spmd.arrays.sharded_array import ShardedArray, plain_spec
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.core.array_type import ArrayType, plain_spec
 from reshard.spmd.core.backend import Library, library_of
 from reshard.spmd.core.operator import operator_of
 from reshard.spmd.graph import NO_ATTRIBUTES, Body, Graph, Operation, Value

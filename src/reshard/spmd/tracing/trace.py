@@ -20,7 +20,7 @@ from typing import Any
 from reshard.errors import ShardError, UsageError
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, replicated
 from reshard.spmd.core.operator import find_operator
 from reshard.spmd.graph import WITH_SHARDING, BodyCosts, Graph, Operation, Spec
 from reshard.spmd.propagation.by_cost.cost_model import Machine
@@ -28,7 +28,7 @@ from reshard.spmd.propagation.strategies import assign_shardings, ranks_of
 from reshard.spmd.shards.array_value import ArrayValue, may_view, moves_each_time
 from reshard.spmd.shards.operation_call import CompiledCall, Recorder, call, recording
 from reshard.spmd.shards.partial_sums import unsettled
-from reshard.spmd.shards.runner import Runner, replicated, runner_for
+from reshard.spmd.shards.runner import Runner, runner_for
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.document import trace_document
 from reshard.spmd.tracing.estimates import (

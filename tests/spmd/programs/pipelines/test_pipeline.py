@@ -16,12 +16,12 @@ from pipeline_models import make_arrays, make_stages, place, whole
 from reshard.cost import load_preset
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.arrays.argument_tree import leaves, replaced
+from reshard.spmd.core.array_type import without_partial
 from reshard.spmd.gradients import transforms
 from reshard.spmd.gradients.transforms import vjp_in_two
 from reshard.spmd.programs.pipelines import pipeline as pipelines
 from reshard.spmd.programs.pipelines import stages as stage_passes
 from reshard.spmd.shards.operation_call import recording
-from reshard.spmd.shards.partial_sums import without_partial
 from reshard.topology import Topology
 from selection import keep_covering
 

@@ -37,10 +37,9 @@ from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec, spec
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import from_shards
-from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType, without_partial
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.runner import Runner
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import RankGroup, bytes_of, rank_group, tensor_of

@@ -27,12 +27,12 @@ from typing import Any
 from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves
+from reshard.spmd.core.array_type import settled
 from reshard.spmd.gradients.transforms import vjp_in_two
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, StageCosts
 from reshard.spmd.programs.pipelines.stages import PipelineRun, Stage, StagePasses
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import placed
-from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.runner import runner_for
 from reshard.spmd.tracing.estimates import held_bytes
 from reshard.spmd.tracing.graph_recording import type_of
@@ -67,7 +67,7 @@ def _costs_of(
         return [leaf for _, leaf in leaves(found) if leaf is not None]
 
     (made,) = trace(function, own, *given).outputs
-    cotangent = made if made.spec is None else made.with_spec(without_partial(made.spec))
+    cotangent = settled(made)
     first, second = (len(trace(run, tasks, own, cotangent, *given).operations) for tasks in (1, 2))
     both = trace(run, 3, own, cotangent, *given, topology=topology, library=library)
     # A parameter as the stage reads it takes neither time nor memory.

@@ -33,6 +33,7 @@ from reshard.errors import ReshardError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.core.array_type import settled, without_partial
 from reshard.spmd.core.operator import operator_of
 from reshard.spmd.gradients.transforms import vjp, vjp_in_two
 from reshard.spmd.graph import Graph, Operation, Value
@@ -45,7 +46,6 @@ from reshard.spmd.programs.traced_function import as_abstract
 from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import placed, recorders, unrecorded
-from reshard.spmd.shards.partial_sums import settled, without_partial
 from reshard.spmd.shards.runner import Runner, runner_for
 from reshard.spmd.tracing.graph_recording import GraphRecorder, filled_in_order, record
 
