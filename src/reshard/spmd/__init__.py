@@ -57,6 +57,8 @@ __all__ = [
     *namespace.list_names(),
 ]
 
+globals().update(namespace.load_functions())
+
 
 def __getattr__(name: str) -> Any:
     """Load a part of the namespace when it is first used."""

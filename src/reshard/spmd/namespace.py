@@ -113,10 +113,15 @@ _OTHERS = {
 
 def list_names() -> list[str]:
     """Return all names of the namespace that have a module."""
-    # An elementwise operator with a `doc` is a function by its record alone.
-    import_module("reshard.spmd.ops.elementwise")
+    return [*_CONSTANTS, *_EXTENSIONS, *_MODULE_OF, *load_functions()]
+
+
+@cache
+def load_functions() -> dict[str, Any]:
+    """Return the elementwise operators that are functions by their records alone, by name."""
+    elementwise = import_module("reshard.spmd.ops.elementwise")
     registry = import_module("reshard.spmd.core.operator")
-    return [*_CONSTANTS, *_EXTENSIONS, *_MODULE_OF, *registry.documented_operators()]
+    return {name: getattr(elementwise, name) for name in registry.documented_operators()}
 
 
 @cache
@@ -140,16 +145,16 @@ def find(name: str) -> Any:
     place, own = _OTHERS.get(name) or (_MODULE_OF.get(name, ""), name)
     if place:
         return getattr(import_module(f"reshard.spmd.{place}"), own)
-    # An operator whose record has a `doc` is a function: the package's of its family's module.
+    if name in load_functions():
+        return load_functions()[name]
+    # A user's operator whose record has a `doc` is a function.
     registry = import_module("reshard.spmd.core.operator")
-    families = import_module("reshard.spmd.ops.elementwise")
     # Python looks up names such as __path__, for which no family is imported.
     operator = None if name.startswith("_") else registry.operators.get(name)
     if operator is None or not operator.doc:
         end = "" if name.startswith("_") else registry.likely_name(name)
         raise AttributeError(f"module 'reshard.spmd' has no attribute {name!r}{end}")
-    is_shipped = name in registry.documented_operators()
-    return getattr(families, name) if is_shipped else families.make_function(operator)
+    return import_module("reshard.spmd.ops.elementwise").make_function(operator)
 
 
 def module() -> Any:

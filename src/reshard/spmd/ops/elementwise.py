@@ -62,13 +62,13 @@ def operands(*values: Any) -> list[Any]:
     first = arrays[0]
     if any(one.runner is not first.runner for one in arrays):
         first = next((one for one in arrays if one.runner.library.name != "numpy"), first)
-    return [_as_operand(first, one) for one in values]
-
-
-def _as_operand(first: ArrayValue, value: Any) -> Any:
-    if isinstance(value, ArrayValue):
-        return value if value.runner is first.runner else _beside(first, value)
-    return value if library_of(value) is None else whole(first, value)
+    found = []
+    for value in values:
+        if not isinstance(value, ArrayValue):
+            found.append(value if library_of(value) is None else whole(first, value))
+        else:
+            found.append(value if value.runner is first.runner else _beside(first, value))
+    return found
 
 
 def _beside(first: ArrayValue, one: ArrayValue) -> ArrayValue:
@@ -319,15 +319,11 @@ bitwise_right_shift: Function = _binary("bitwise_right_shift", "Bits shifted rig
 bitwise_xor: Function = _binary("bitwise_xor", "Bitwise exclusive or.")
 
 
-def _pull_copysign(g: Any, x: Any, y: Any, r: Any) -> Any:
-    # By sign bits, since 0.0 and -0.0 are equal.
-    return where(equal(signbit(x), signbit(r)), g, -g)
-
-
 copysign: Function = _binary(
     "copysign",
     "The first operand with the sign of the second.",
-    _pull_copysign,
+    # By sign bits, since 0.0 and -0.0 are equal.
+    lambda g, x, y, r: where(equal(signbit(x), signbit(r)), g, -g),
     lambda g, x, y, r: None,
 )
 

@@ -376,12 +376,12 @@ movement.register(
 # ---- embedding
 
 
-def embedding_rule(shapes: Sequence[Shape]) -> Inferred:
-    """Rows of a table `[v, d]` at indices."""
-    return take_rule(shapes, axis=0)
-
-
-_register_lookup("embedding", embedding_rule, ([(100, 8), (2, 4)], {}), no_pullback=COMPOSED)
+_register_lookup(
+    "embedding",
+    lambda shapes: take_rule(shapes, axis=0),
+    ([(100, 8), (2, 4)], {}),
+    no_pullback=COMPOSED,
+)
 
 
 # ---- one_hot
@@ -528,13 +528,9 @@ linalg.register_factorisation(
 # ---- pinv
 
 
-def _pinv(rows: int, columns: int, rtol: float | None = None) -> tuple[Shape, ...]:
-    return ((columns, rows),)
-
-
 linalg.register_factorisation(
     "pinv",
-    linalg.matrix_rule(_pinv),
+    linalg.matrix_rule(lambda rows, columns, rtol=None: ((columns, rows),)),
     linalg._STACK,
     lambda m, n: 14 * max(m, n) * min(m, n) ** 2 + 8 * min(m, n) ** 3,
     no_pullback=COMPOSED,

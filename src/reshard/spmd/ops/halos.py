@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from reshard.cut_rules import Windows
@@ -174,29 +175,6 @@ def _join_stretches(some: Sequence[Stretch]) -> Stretch:
     return 0, sum(stop - start for start, stop in some)
 
 
-def place_windows(
-    specs: Sequence[ShardingSpec],
-    shapes: Sequence[Shape],
-    reaches: Sequence[WindowReach],
-    inferred: Inferred,
-) -> tuple[Specs, Specs] | None:
-    """Return the shardings of an operation that computes windows, or None if space is whole."""
-    return _place_first(specs, shapes, reaches, inferred, _find_seen)
-
-
-def place_elements_gradient(
-    specs: Sequence[ShardingSpec],
-    shapes: Sequence[Shape],
-    reaches: Sequence[WindowReach],
-    inferred: Inferred,
-) -> tuple[Specs, Specs] | None:
-    """Return shardings to compute the elements' cotangent from the windows', the first operand.
-
-    The elements are sharded like the windows; each rank gets the windows that see its elements.
-    """
-    return _place_first(specs, shapes, reaches, inferred, _find_seeing)
-
-
 def _place_first(
     specs: Sequence[ShardingSpec],
     shapes: Sequence[Shape],
@@ -223,6 +201,16 @@ def _find_seen(cut: DimSpec, mesh: DeviceMesh, reach: WindowReach) -> DimSpec:
 
 def _find_seeing(cut: DimSpec, mesh: DeviceMesh, reach: WindowReach) -> DimSpec:
     return cut_by_windows(cut, mesh, reach.size, reach.count, reach.seeing)
+
+
+place_windows = partial(_place_first, needed=_find_seen)
+"""Return the shardings of an operation that computes windows, or None if space is whole."""
+
+place_elements_gradient = partial(_place_first, needed=_find_seeing)
+"""Return shardings to compute the elements' cotangent from the windows', the first operand.
+
+The elements are sharded like the windows; each rank gets the windows that see its elements.
+"""
 
 
 def place_largest_gradient(

@@ -138,11 +138,6 @@ def _finds_own_rows(
     return all(map(has_plain_parts, specs))
 
 
-def _pull_take(step: TapeStep, g: Any, number: int) -> Any:
-    x, indices = step.operands
-    return _add_at(x, indices, g, step.attributes["axis"])
-
-
 def _add_at(x: Any, indices: Any, updates: Any, axis: int) -> Any:
     """Return zeros like an array, with updates added to slices of an axis."""
     attributes = {"axis": axis, "mode": "add"}
@@ -155,7 +150,9 @@ _register_lookup(
     ([(100, 8), (4,)], {"axis": 0}),
     local=_take_kernel,
     knows_place=_finds_own_rows,
-    pullback=_pull_take,
+    pullback=lambda step, g, number: _add_at(
+        step.operands[0], step.operands[1], g, step.attributes["axis"]
+    ),
 )
 
 
@@ -212,11 +209,6 @@ def _take_along_kernel(work: LocalWork) -> Function | list[Function]:
     )
 
 
-def _pull_take_along(step: TapeStep, g: Any, number: int) -> Any:
-    x, indices = step.operands
-    return add_along(x, indices, g, step.attributes["axis"])
-
-
 def add_along(x: Any, indices: Any, g: Any, axis: int) -> Any:
     """Return zeros like `x`, with updates added at indices along an axis, position by position."""
     axis %= x.ndim
@@ -254,7 +246,9 @@ _register_lookup(
     ([(4, 8), (4, 3)], {"axis": 1}),
     local=_take_along_kernel,
     knows_place=_finds_own_rows,
-    pullback=_pull_take_along,
+    pullback=lambda step, g, number: add_along(
+        step.operands[0], step.operands[1], g, step.attributes["axis"]
+    ),
 )
 
 

@@ -311,10 +311,6 @@ def det(x: Any, /) -> Any:
     return call("det", (_check_matrices(x, "det"),))
 
 
-def _pull_determinant(step: TapeStep, g: Any, number: int) -> Any:
-    return _numbers(g * step.result) * _t(inv(step.operands[0]))
-
-
 def _numbers(g: Any) -> Any:
     """Return a number for each matrix, as matrices of a single element."""
     return movement.expand_dims(movement.expand_dims(g, axis=-1), axis=-1)
@@ -326,7 +322,7 @@ register_factorisation(
     _SQUARES,
     lambda m, n: 2 * n**3 / 3,
     **_SINGULAR,
-    pullback=_pull_determinant,
+    pullback=lambda step, g, number: _numbers(g * step.result) * _t(inv(step.operands[0])),
 )
 
 
@@ -493,17 +489,13 @@ def slogdet(x: Any, /) -> SlogdetResult:
     return SlogdetResult(*call("slogdet", (_check_matrices(x, "slogdet"),)))
 
 
-def _pull_log_determinant(step: TapeStep, g: Any, number: int) -> Any:
-    return _numbers(g[1]) * _t(inv(step.operands[0]))
-
-
 register_factorisation(
     "slogdet",
     matrix_rule(lambda m, n: ((), ()), square=True),
     _SQUARES,
     lambda m, n: 2 * n**3 / 3,
     **_SINGULAR,
-    pullback=_pull_log_determinant,
+    pullback=lambda step, g, number: _numbers(g[1]) * _t(inv(step.operands[0])),
 )
 
 

@@ -106,17 +106,13 @@ def _to_shape_kernel(work: LocalWork) -> list[Function]:
     ]
 
 
-def _sum_back(step: TapeStep, g: Any, number: int) -> Any:
-    return summed_to(g, step.operands[0].shape)
-
-
 register(
     "broadcast_to",
     broadcast_to_rule,
     ([(1, 8)], {"shape": (2, 4, 8)}),
     operator_class=_BROADCASTING,
     local=_to_shape_kernel,
-    pullback=_sum_back,
+    pullback=lambda step, g, number: summed_to(g, step.operands[0].shape),
 )
 
 

@@ -526,10 +526,6 @@ def _top_k_kernel(work: LocalWork) -> Function:
     return function
 
 
-def _pull_largest(step: TapeStep, g: Any, number: int) -> Any:
-    return add_along(step.operands[0], step.results[1], g[0], step.attributes["axis"])
-
-
 register(
     "top_k",
     top_k_rule,
@@ -537,7 +533,9 @@ register(
     result_types=value_and_index,
     example=([(4, 8)], {"k": 3}),
     note="results are the values and their indices",
-    pullback=_pull_largest,
+    pullback=lambda step, g, number: add_along(
+        step.operands[0], step.results[1], g[0], step.attributes["axis"]
+    ),
 )
 
 

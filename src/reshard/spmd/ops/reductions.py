@@ -101,10 +101,6 @@ def _make_reduction(reduction: str, *, adjusted: bool = False) -> Infer:
     return infer
 
 
-def _pull_sum(step: TapeStep, g: Any, number: int) -> Any:
-    return movement.broadcast_to(_keep_dims(step, g), step.operands[0].shape)
-
-
 def _keep_dims(step: TapeStep, reduced: Any) -> Any:
     """Return a total, or its cotangent, with dimensions of size 1 in place of the reduced."""
     shape = step.operands[0].shape
@@ -112,7 +108,15 @@ def _keep_dims(step: TapeStep, reduced: Any) -> Any:
     return movement.reshape(reduced, [1 if dim in axes else size for dim, size in enumerate(shape)])
 
 
-register("sum", _make_reduction("sum"), linear="each", result_types=total, pullback=_pull_sum)
+register(
+    "sum",
+    _make_reduction("sum"),
+    linear="each",
+    result_types=total,
+    pullback=lambda step, g, number: movement.broadcast_to(
+        _keep_dims(step, g), step.operands[0].shape
+    ),
+)
 
 
 # ---- prod

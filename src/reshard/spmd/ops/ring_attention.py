@@ -21,7 +21,6 @@ from reshard.cut_rules import CutRule, Joined, Windows
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.core.local_work import Function, LocalWork, Stretch, stretches_of
 from reshard.spmd.core.operator import (
-    Attributes,
     JointPullback,
     TapeStep,
 )
@@ -41,7 +40,6 @@ from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
 from reshard.spmd.ops.networks import pull_again
 from reshard.spmd.ops.reductions import sum as sum_over
 from reshard.spmd.rules.rule_builder import Inferred, Shape, counted, from_pattern
-from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.operation_call import call, placed
 
 # ---- attention_turn
@@ -71,10 +69,6 @@ _TURN = {
     "query_parts": _PARTS,
     "key_parts": _PARTS,
 }
-
-
-def _work_forward(rule: OpShardingRule, sizes: Sequence[int], attributes: Attributes) -> float:
-    return of_pair(rule, sizes) * count_pairs(attributes)
 
 
 def count_pairs(attributes: Any) -> int:
@@ -209,18 +203,12 @@ def _join(space: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any
     return parts[0] + parts[1], total
 
 
-def _place_forward(
-    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
-) -> tuple[Specs, Specs] | None:
-    return _place(specs, shapes, attributes, 2)
-
-
 def _place(
     specs: Sequence[ShardingSpec],
     shapes: Sequence[Shape],
     attributes: Mapping[str, Any],
-    results: int,
 ) -> tuple[Specs, Specs] | None:
+    """Shard a turn, or its gradient, along the sequence: each rank gets the keys of a part."""
     if not may_turn(specs, shapes):
         return None
     queries = specs[0]
@@ -237,7 +225,8 @@ def _place(
     if attributes["turn"]:
         level = Level(cut.axes, _find_key_rule(attributes))
         turned = ShardingSpec(mesh, [*lead, DimSpec([level]), whole])
-    if results == 2:
+    # A turn has the queries, keys and values; its gradient has three operands more.
+    if len(specs) == 3:
         return (own, turned, turned), (own, numbers)
     return (own, turned, turned, numbers, numbers, own), (own, turned, turned)
 
@@ -299,9 +288,9 @@ networks.register(
     "attention_turn",
     attention_turn_rule,
     (_EVEN, _TURN),
-    work=_work_forward,
+    work=lambda rule, sizes, own: of_pair(rule, sizes) * count_pairs(own),
     local=_turn_kernel,
-    placed=_place_forward,
+    placed=_place,
     note=_TURNS,
     pullback=JointPullback(_pull_attention_turn),
 )
@@ -328,10 +317,6 @@ def attention_turn_gradient_rule(
         sizes=count_groups(shapes),
         whole="grstudce",
     )
-
-
-def _work_back(rule: OpShardingRule, sizes: Sequence[int], attributes: Attributes) -> float:
-    return of_pair_gradient(rule, sizes) * count_pairs(attributes)
 
 
 def _turn_gradient_kernel(work: LocalWork) -> list[Function]:
@@ -369,12 +354,6 @@ def _turn_gradient_kernel(work: LocalWork) -> list[Function]:
 def _zeros(space: Any, x: Any, length: int) -> Any:
     device = {"device": x.device} if type(x).__module__ == "torch" else {}
     return space.zeros((*x.shape[:-2], length, x.shape[-1]), dtype=x.dtype, **device)
-
-
-def _place_back(
-    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
-) -> tuple[Specs, Specs] | None:
-    return _place(specs, shapes, attributes, 3)
 
 
 def _pull_turn_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
@@ -424,9 +403,9 @@ networks.register(
     "attention_turn_gradient",
     attention_turn_gradient_rule,
     ([*_EVEN, (2, 8, 6), (2, 8, 6), (2, 8, 6, 32)], _TURN),
-    work=_work_back,
+    work=lambda rule, sizes, own: of_pair_gradient(rule, sizes) * count_pairs(own),
     local=_turn_gradient_kernel,
-    placed=_place_back,
+    placed=_place,
     note=_TURNS,
     pullback=JointPullback(_pull_turn_gradient),
 )

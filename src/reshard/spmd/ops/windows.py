@@ -24,7 +24,7 @@ from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import Function, LocalWork, Stretch
-from reshard.spmd.core.operator import Example, TapeStep, of_product, ship
+from reshard.spmd.core.operator import Example, Placed, TapeStep, of_product, operators, ship
 from reshard.spmd.core.result_types import kind_of, of_first
 from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops import halos
@@ -39,10 +39,8 @@ from reshard.spmd.shards.operation_call import call
 Sizes = int | Sequence[int]
 Padding = int | Sequence[Sequence[int]]
 Pads = Sequence[Sequence[int]]
-GivenSpecs = Sequence[ShardingSpec]
 Shapes = Sequence[Shape]
 Attributes = Mapping[str, Any]
-Placed = tuple[halos.Specs, halos.Specs] | None
 _POOLED: Example = ([(2, 3, 8)], {"window": (2,)})
 _POOL_BACK = {"window": (2,), "strides": (2,), "padding": ((0, 0),)}
 FindReaches = Callable[[Sequence[int], Sequence[int]], tuple[WindowReach, ...]]
@@ -216,9 +214,25 @@ def _reaches_of_convolution(
     return halos.find_reaches(sizes, window, *(attributes[name] for name in names))
 
 
-def _place_convolution(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
-    reaches = _reaches_of_convolution(shapes[0][2:], shapes[1][2:], attributes)
-    return halos.place_windows(specs, shapes, reaches, _convolution_rule(shapes, **attributes))
+def _placed(
+    name: str,
+    find: Callable[[Shapes, Attributes], tuple[WindowReach, ...]],
+    place: Callable[..., Any],
+) -> Placed:
+    """Return the function that shards space where windows need halos.
+
+    Args:
+        name: of the operator.
+        find: from the operands' shapes and the attributes to the windows over each dimension.
+        place: a function of `halos`.
+    """
+
+    def placed(specs: Sequence[ShardingSpec], shapes: Shapes, attributes: Attributes) -> Any:
+        # The rule is cached by the operator: a search by cost asks for many shardings of the same.
+        inferred = operators[name].inferred(shapes, **attributes)
+        return place(specs, shapes, find(shapes, attributes), inferred)
+
+    return placed
 
 
 def _convolution_kernel(work: LocalWork) -> list[Function]:
@@ -283,7 +297,11 @@ _register_product(
     _convolution_rule,
     ([(2, 6, 8, 8), (10, 3, 3, 3)], {"groups": 2}),
     local=_convolution_kernel,
-    placed=_place_convolution,
+    placed=_placed(
+        "convolution",
+        lambda shapes, own: _reaches_of_convolution(shapes[0][2:], shapes[1][2:], own),
+        halos.place_windows,
+    ),
     note=halos.NOTE,
     pullback=_pull_convolution,
 )
@@ -313,12 +331,6 @@ def _input_gradient_rule(
     pattern = f"n {made} *s, {made} {'c' if 'c' in inputs else '_'} *_ -> n {inputs} *s"
     known |= {f"s{dim}": size for dim, size in enumerate(sizes)}
     return rules.from_pattern(pattern, shapes, order="nsgoc", sizes=known, reduced="o", moved="s")
-
-
-def _place_input_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
-    reaches = _reaches_of_convolution(attributes["sizes"], shapes[1][2:], attributes)
-    inferred = _input_gradient_rule(shapes, **attributes)
-    return halos.place_elements_gradient(specs, shapes, reaches, inferred)
 
 
 @dataclass(frozen=True)
@@ -447,7 +459,11 @@ _register_product(
     _input_gradient_rule,
     ([(2, 10, 8, 6), (10, 3, 3, 3)], {"sizes": (8, 8), **_BACK}),
     local=_input_gradient_kernel,
-    placed=_place_input_gradient,
+    placed=_placed(
+        "convolution_input_gradient",
+        lambda shapes, own: _reaches_of_convolution(own["sizes"], shapes[1][2:], own),
+        halos.place_elements_gradient,
+    ),
     result_types=of_first,
     note=halos.NOTE,
     pullback=_pull_input_gradient,
@@ -488,12 +504,6 @@ def _kernel_gradient_rule(
         whole="w",
         moved="s",
     )
-
-
-def _place_kernel_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
-    reaches = _reaches_of_convolution(shapes[0][2:], attributes["window"], attributes)
-    inferred = _kernel_gradient_rule(shapes, **attributes)
-    return halos.place_kernel_gradient(specs, shapes, reaches, inferred)
 
 
 def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
@@ -551,7 +561,11 @@ _register_product(
     _kernel_gradient_rule,
     ([(2, 6, 8, 8), (2, 10, 8, 6)], {"window": (3, 3), **_BACK}),
     local=_kernel_gradient_kernel,
-    placed=_place_kernel_gradient,
+    placed=_placed(
+        "convolution_kernel_gradient",
+        lambda shapes, own: _reaches_of_convolution(shapes[0][2:], own["window"], own),
+        halos.place_kernel_gradient,
+    ),
     result_types=of_first,
     note="each part of the windows has a contribution",
     pullback=_pull_kernel_gradient,
@@ -643,11 +657,6 @@ def _reaches_of_pooling(sizes: Sequence[int], attributes: Attributes) -> tuple[W
     return halos.find_reaches(own, window, attributes["strides"], attributes["padding"])
 
 
-def _place_pooling(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
-    reaches = _reaches_of_pooling(shapes[0], attributes)
-    return halos.place_windows(specs, shapes, reaches, _pooling_rule(shapes, **attributes))
-
-
 def _pool_kernel(
     work: LocalWork, combine: Function, padding_of: Callable[[Any], float]
 ) -> list[Function]:
@@ -672,11 +681,6 @@ def _pool_kernel(
         return function
 
     return _on_edges(work, window, find, make)
-
-
-def _max_pool_kernel(work: LocalWork) -> list[Function]:
-    """Return kernels for the maximum of each window over the last dimensions."""
-    return _pool_kernel(work, work.library.namespace.maximum, lambda x: find_least(work.library, x))
 
 
 def _avg_pool_kernel(work: LocalWork) -> list[Function]:
@@ -714,8 +718,12 @@ register(
     _pooling_rule,
     _POOLED,
     commutes=("max",),
-    local=_max_pool_kernel,
-    placed=_place_pooling,
+    local=lambda work: _pool_kernel(
+        work, work.library.namespace.maximum, lambda x: find_least(work.library, x)
+    ),
+    placed=_placed(
+        "max_pool", lambda shapes, own: _reaches_of_pooling(shapes[0], own), halos.place_windows
+    ),
     result_types=of_first,
     note=halos.NOTE,
     pullback=_pull_max_pool,
@@ -727,7 +735,9 @@ register(
     _POOLED,
     linear="each",
     local=_avg_pool_kernel,
-    placed=_place_pooling,
+    placed=_placed(
+        "avg_pool", lambda shapes, own: _reaches_of_pooling(shapes[0], own), halos.place_windows
+    ),
     note=halos.NOTE,
     pullback=_pull_avg_pool,
 )
@@ -761,18 +771,6 @@ def _avg_gradient_rule(
     """Infer the cotangent of the pooled array `[..., *sizes]` from the cotangent of the means."""
     shape = rules.one_operand("avg_pool_gradient", shapes)
     return _infer_windows([shape], sizes, window, strides, padding)
-
-
-def _place_max_back(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
-    reaches = _reaches_of_pooling(shapes[2], attributes)
-    inferred = _max_gradient_rule(shapes, **attributes)
-    return halos.place_largest_gradient(specs, shapes, reaches, inferred)
-
-
-def _place_avg_back(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
-    reaches = _reaches_of_pooling(attributes["sizes"], attributes)
-    inferred = _avg_gradient_rule(shapes, **attributes)
-    return halos.place_elements_gradient(specs, shapes, reaches, inferred)
 
 
 def _max_gradient_kernel(work: LocalWork) -> list[Function]:
@@ -883,15 +881,15 @@ register(
     ([(2, 3, 4), (2, 3, 4), (2, 3, 8)], _POOL_BACK),
     linear=(0,),
     local=_max_gradient_kernel,
-    placed=_place_max_back,
+    placed=_placed(
+        "max_pool_gradient",
+        lambda shapes, own: _reaches_of_pooling(shapes[2], own),
+        halos.place_largest_gradient,
+    ),
     result_types=of_first,
     note=halos.NOTE,
     pullback=_pull_max_pool_gradient,
 )
-
-
-def _pull_avg_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
-    return call("avg_pool", (cotangent,), _pooling(step))
 
 
 register(
@@ -900,8 +898,12 @@ register(
     ([(2, 3, 4)], {"sizes": (8,), **_POOL_BACK}),
     linear="each",
     local=_avg_gradient_kernel,
-    placed=_place_avg_back,
+    placed=_placed(
+        "avg_pool_gradient",
+        lambda shapes, own: _reaches_of_pooling(own["sizes"], own),
+        halos.place_elements_gradient,
+    ),
     result_types=of_first,
     note=halos.NOTE,
-    pullback=_pull_avg_pool_gradient,
+    pullback=lambda step, g, number: call("avg_pool", (g,), _pooling(step)),
 )

@@ -141,7 +141,14 @@ def aligned(
     ['y, x', 'x, -', 'y, - | sum(x)']
     """
     mesh = operands[0].mesh
-    blocked = {*whole, *_whole_factors(rule, (*operand_shapes, *result_shapes))}
+    # The factors that every device needs whole.
+    blocked = {*whole, *rule.need_replication, *rule.permutation, *rule.blocked}
+    for mapping, shape in zip(rule.tensors, (*operand_shapes, *result_shapes), strict=True):
+        for factors, size in zip(mapping, shape, strict=True):
+            # A tensor shorter than its factors (a slice): equal parts of it and of the others do
+            # not meet.
+            if math.prod(rule.sizes[factor] for factor in factors) != size:
+                blocked.update(factors)
     cuts = _choose(rule, operands, operand_shapes, blocked, order)
     # Existing shardings are reused: creating a sharding takes longer than everything else here.
     known = {
@@ -186,7 +193,10 @@ def _choose(
     order: Sequence[Sequence[int]],
 ) -> Cuts:
     mesh = operands[0].mesh
-    compound = _collect_compound(rule)
+    # The factors that share a dimension with other factors in any tensor.
+    compound = {
+        factor for mapping in rule.tensors for dim in mapping if len(dim) > 1 for factor in dim
+    }
     proposals = []
     for number, (spec, mapping, shape) in enumerate(
         zip(operands, rule.operands, operand_shapes, strict=True)
@@ -266,23 +276,6 @@ def _meet(one: Axis, other: Axis) -> bool:
     # Sub-axes of the same axis are disjoint if the lower ends at or before the start of the higher.
     low, high = sorted((one, other), key=lambda axis: axis.pre)
     return high.pre % (low.pre * (low.size or 1)) != 0
-
-
-def _collect_compound(rule: OpShardingRule) -> set[int]:
-    """Return the factors that share a dimension with other factors in any tensor."""
-    return {factor for mapping in rule.tensors for dim in mapping if len(dim) > 1 for factor in dim}
-
-
-def _whole_factors(rule: OpShardingRule, shapes: Sequence[Shape]) -> set[int]:
-    """Return the factors that every device needs whole."""
-    found = {*rule.need_replication, *rule.permutation, *rule.blocked}
-    for mapping, shape in zip(rule.tensors, shapes, strict=True):
-        for factors, size in zip(mapping, shape, strict=True):
-            # A tensor shorter than its factors (a slice): equal parts of it and of the others do
-            # not meet.
-            if math.prod(rule.sizes[factor] for factor in factors) != size:
-                found.update(factors)
-    return found
 
 
 def _propose(

@@ -118,18 +118,19 @@ class OpShardingRule(Interned):
                 raise SpecError(f"factor name {name!r} must be a letter, or such as z_1")
             if size < 0:
                 raise SpecError(f"factor {name} has size {size}; 0 or more was expected")
-        # Check the factors of each tensor: known, not repeated, and each in some tensor.
-        used: set[int] = set()
-        for mapping in (*self.operands, *self.results):
+        used = {factor for mapping in self.tensors for dim in mapping for factor in dim}
+        kinds = (self.reduction, self.need_replication, self.permutation, self.blocked)
+        for factor in used.union(*kinds):
+            if not 0 <= factor < len(self.sizes):
+                raise SpecError(f"factor {factor} is not one of the {len(self.sizes)} factors")
+        for mapping in self.tensors:
             factors = [factor for dim in mapping for factor in dim]
             for factor in factors:
-                self._check_known(factor)
                 if factors.count(factor) > 1:
                     raise SpecError(
                         f"factor {self.names[factor]} is twice in "
                         f"{_write_mapping(mapping, self.names)}; a factor is once in a tensor"
                     )
-            used.update(factors)
         for factor, name in enumerate(self.names):
             if factor not in used:
                 raise SpecError(f"factor {name} is in no tensor; leave it out")
@@ -137,15 +138,12 @@ class OpShardingRule(Interned):
         # The first three kinds are mutually exclusive; "blocked" may be combined with any of them.
         for kind in _KINDS[:3]:
             for factor in getattr(self, kind):
-                self._check_known(factor)
                 if factor in seen:
                     raise SpecError(
                         f"factor {self.names[factor]} is of the kinds {seen[factor]} and {kind}; "
                         "give it one"
                     )
                 seen[factor] = kind
-        for factor in self.blocked:
-            self._check_known(factor)
         for factor in self.reduction:
             if self.results and not any(factor in one for one in self.contributed):
                 raise SpecError(
@@ -165,10 +163,6 @@ class OpShardingRule(Interned):
         return tuple(
             tuple(factor for factor in self.reduction if factor not in own) for own in owned
         )
-
-    def _check_known(self, factor: int) -> None:
-        if not 0 <= factor < len(self.sizes):
-            raise SpecError(f"factor {factor} is not one of the {len(self.sizes)} factors")
 
     def interning_key(self) -> object:
         kinds = (self.reduction, self.need_replication, self.permutation, self.blocked)

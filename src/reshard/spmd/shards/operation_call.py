@@ -104,33 +104,35 @@ def make_run(
     wrap: type[ArrayValue],
 ) -> RunCall:
     """Return the function that runs a compiled operation; common cases have special functions."""
-    name, functions, types, made = call.name, call.functions, call.operands, call.made
-    is_single, shares_failure = call.is_single, call.shares_failure
-    result = made[0]
+    name, functions, result = call.name, call.functions, call.made[0]
+    views = may_view(operator, len(call.operands))
     new = wrap.__new__
     # If this process has no shards, there are no functions.
     is_same = len({id(one) for one in functions}) == 1
     function: Callable[..., Any] = functions[0] if is_same else compute
-    arrays_only = all(one is not None for one in types)
+    arrays_only = all(one is not None for one in call.operands)
     # A single result, one function for all ranks, only arrays as operands, and no failure that only
-    # some ranks could have: elementwise operations on arrays of equal sharding, the most frequent.
-    is_plain = is_single and is_same and arrays_only and not shares_failure and made == call.results
+    # some ranks could have: operations on arrays of fitting shardings, the most frequent.
+    is_final = call.is_single and call.made == call.results
+    is_plain = is_final and is_same and arrays_only and not call.shares_failure
     is_plain = is_plain and not any(movements) and not runner.is_abstract
-    if is_plain and len(types) <= 2 and not may_view(operator, len(types)):
-        if len(types) == 1:
+    if is_plain and len(call.operands) == 1:
 
-            def run_one(x: Any) -> Any:
-                # Inlined from `of_shards`, which saves a call per operation.
-                made = new(wrap)
-                made.type = result
-                try:
-                    made._shards = tuple([function(shard) for shard in x._shards])
-                except REFUSALS as error:
-                    refuse(name, (x,), runner, error)
-                made.runner = runner
-                return made
+        def run_one(x: Any) -> Any:
+            # Inlined from `of_shards`, which saves a call per operation.
+            made = new(wrap)
+            made.type = result
+            try:
+                made._shards = tuple([function(shard) for shard in x._shards])
+            except REFUSALS as error:
+                refuse(name, (x,), runner, error)
+            made.runner = runner
+            if views:
+                mark_views((x,), (made,))
+            return made
 
-            return run_one
+        return run_one
+    if is_plain and len(call.operands) == 2:
 
         def run_two(x: Any, y: Any) -> Any:
             made = new(wrap)
@@ -140,6 +142,8 @@ def make_run(
             except REFUSALS as error:
                 refuse(name, (x, y), runner, error)
             made.runner = runner
+            if views:
+                mark_views((x, y), (made,))
             return made
 
         return run_two
@@ -150,40 +154,31 @@ def make_run(
             take_column(operand, move, spec, count, runner)
             for operand, move, spec in zip(operands, movements, call.runs_with, strict=True)
         ]
-        rows = compute(name, functions, columns, operands, runner, shares_failure)
-        if is_single:
-            return wrap.of_shards(result, tuple(rows), runner)
-        return tuple(
-            wrap.of_shards(one, tuple([row[n] for row in rows]), runner)
-            for n, one in enumerate(made)
-        )
+        rows = compute(name, functions, columns, operands, runner, call.shares_failure)
+        if is_final:
+            results: tuple[Any, ...] = (wrap.of_shards(result, tuple(rows), runner),)
+        else:
+            results = wrap_results(call, rows, runner, wrap)
+        if views:
+            mark_views(operands, results)
+        return results[0] if call.is_single else results
 
-    if made != call.results:
-        return _give_on(run, call.results)
-    return _mark_views(run) if may_view(operator, len(types)) else run
-
-
-def _give_on(run: RunCall, results: Sequence[ArrayType]) -> RunCall:
-    """Return a function that runs an operation and moves its results to their final shardings."""
-
-    def run_moving(*operands: Any) -> Any:
-        made = run(*operands)
-        if not isinstance(made, tuple):
-            return given_on(made, results[0])
-        return tuple(map(given_on, made, results))
-
-    return run_moving
+    return run
 
 
-def _mark_views(run: RunCall) -> RunCall:
-    """Return a function that runs an operation whose results may be views of given arrays."""
-
-    def run_marking(*operands: Any) -> Any:
-        results = run(*operands)
-        mark_views(operands, results if isinstance(results, tuple) else (results,))
-        return results
-
-    return run_marking
+def wrap_results(
+    call: CompiledCall, rows: Sequence[Any], runner: Runner, wrap: type[ArrayValue]
+) -> tuple[Any, ...]:
+    """Return what the ranks here made, each a result or a tuple of them, in final shardings."""
+    columns = (
+        [rows] if call.is_single else [[row[n] for row in rows] for n in range(len(call.made))]
+    )
+    return tuple(
+        [
+            given_on(wrap.of_shards(made, tuple(column), runner), result)
+            for made, column, result in zip(call.made, columns, call.results, strict=True)
+        ]
+    )
 
 
 def mark_views(operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:
@@ -383,8 +378,7 @@ def call(
         SpecError: shapes or attributes that the operator cannot have.
     """
     # The key has only the class of a number: its value is an operand of the compiled operation.
-    types = tuple([x.type if isinstance(x, ArrayValue) else x.__class__ for x in operands])
-    key = (name, *types)
+    key = (name, *[x.type if isinstance(x, ArrayValue) else x.__class__ for x in operands])
     if attributes or options:
         key = (*key, _freeze(attributes or {}), _freeze(options or {}))
     runner = _find_runner(name, operands)
@@ -604,10 +598,9 @@ def _compile(
     # 6. Types of the results. If they do not allow partial sums, it is compiled again without.
     if rows:
         is_single = not isinstance(rows[0], tuple | list)
-        columns = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
-        made = _find_result_types(work, columns, mesh, layout, runner)
+        given = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
+        made = _find_result_types(work, given, mesh, layout, runner)
     else:
-        columns = []
         made, is_single = _suppose_result_types(operator, work, operands, layout)
     if layout is not None and layout.keeps_pending and not types_allow_partial(types, made):
         return _compile(name, operands, attributes, options, runner, key, False)
@@ -633,10 +626,7 @@ def _compile(
     if len(runner.calls) >= MAX_CACHED:
         runner.calls.clear()
     runner.calls[key] = done
-    wrapped = tuple(
-        given_on(wrap.of_shards(one, tuple(row[n] for row in columns), runner), result)
-        for n, (one, result) in enumerate(zip(made, results, strict=True))
-    )
+    wrapped = wrap_results(done, rows, runner, wrap)
     if may_view(operator, len(operands)):
         mark_views(operands, wrapped)
     if recorders.active:
