@@ -181,7 +181,7 @@ def test_queries_that_see_no_key_have_zeros(way: str, cut: str) -> None:
 
 def test_a_window_of_nothing_is_refused() -> None:
     q = sp.ones((2, 3, 4))
-    with pytest.raises(UsageError, match="attention in a window of 0"):
+    with pytest.raises(UsageError, match="window of attention 0 must be at least 1"):
         sp.attention(q, q, q, window=0)
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.core.local_work import Function, LocalWork, find_function
 from reshard.spmd.core.operator import Infer, ship
-from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_number, whole_numbers
+from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_numbers
 from reshard.spmd.ops.data_types import check_device
 from reshard.spmd.ops.movement import read_axes, roll
 from reshard.spmd.rules.rule_builder import Inferred, Shape, axis_of, kept, one_operand
@@ -122,7 +123,7 @@ _register_transform = partial(
 def _make_along_one(name: str, text: str, kind: str) -> Callable[..., Any]:
     def function(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Any:
         _check_norm(norm)
-        size = None if n is None else whole_number(f"{name} of length", n, least=1)
+        size = None if n is None else check_int(n, f"length n of {name}", minimum=1)
         return call(name, (x,), {"axis": axis_of(x.ndim, axis), "n": size}, {"norm": norm})
 
     _register_transform(name, fourier(kind))
@@ -141,7 +142,9 @@ def _make_along_many(name: str, text: str, kind: str) -> Callable[..., Any]:
             count = len(s) if isinstance(s, Sequence) else 1
             axes = range(x.ndim) if s is None else range(x.ndim - count, x.ndim)
         places = read_axes(axes, x.ndim)
-        sizes = None if s is None else whole_numbers(f"{name} of lengths", s, len(places), least=1)
+        sizes = (
+            None if s is None else whole_numbers(f"lengths s of {name}", s, len(places), least=1)
+        )
         if not places:
             raise SpecError(f"{name} of {x.type} over no axes; at least one was expected")
         return call(name, (x,), {"axis": places, "n": sizes}, {"norm": norm})

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
@@ -39,7 +40,7 @@ from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
 from reshard.spmd.core.operator import ship
 from reshard.spmd.core.result_types import asked, kind_of
 from reshard.spmd.ops import data_types, elementwise, reductions
-from reshard.spmd.ops.arguments import explain_errors, of_arrays, portion, whole_number
+from reshard.spmd.ops.arguments import as_whole, explain_errors, of_arrays, portion
 from reshard.spmd.ops.elementwise import add, maximum, multiply, operands, whole
 from reshard.spmd.ops.indexing import take
 from reshard.spmd.ops.ordering import argsort
@@ -72,9 +73,9 @@ def key(seed: int) -> ShardedArray:
     >>> key(7)
     <ShardedArray int64[2]>
     """
-    number = whole_number("a seed of", seed)
-    if number >= 1 << 64:
-        raise UsageError(f"a seed of {seed}; a whole number below 2**64 was expected")
+    number = as_whole(seed)
+    if number is None or not 0 <= number < 1 << 64:
+        raise UsageError(f"a seed of {seed!r}; a whole number from 0 to 2**64 - 1 was expected")
     return array(np.array([number, 0], np.uint64).view(np.int64), runner=runner_for())
 
 
@@ -88,7 +89,7 @@ def split(key: Any, count: int = 2) -> tuple[Any, ...]:
     >>> bool(sp.all(first == second))
     False
     """
-    number = whole_number("a key split in", count, 1)
+    number = check_int(count, "number of keys", minimum=1)
     found = _draw(key, (number, 2), None, "key", "int64")
     return tuple(found[place] for place in range(number))
 
@@ -299,9 +300,11 @@ def fold_in(key: Any, number: Any) -> Any:
     True
     """
     if not isinstance(number, ArrayValue):
-        if whole_number("a key of number", number) >= 1 << 63:
-            raise UsageError(f"a key of number {number}; a number below 2**63 was expected")
-        number = index(number)
+        given, number = number, as_whole(number)
+        if number is None or not 0 <= number < 1 << 63:
+            raise UsageError(
+                f"a key of number {given!r}; a whole number from 0 to 2**63 - 1 was expected"
+            )
     elif number.type.shape or kind_of(number.type.dtype) not in (
         "signed integer",
         "unsigned integer",
@@ -457,7 +460,7 @@ def permutation(key: Any, x: Any, *, axis: int = 0) -> Any:
     """A random permutation of the integers from 0 to `x - 1`, or of slices along an axis."""
     is_array = isinstance(x, ArrayValue)
     place = axis_of(x.ndim, axis) if is_array else 0
-    size = x.shape[place] if is_array else whole_number("a permutation of", x)
+    size = x.shape[place] if is_array else check_int(x, "length of a permutation")
     limits = np.iinfo(np.int64)
     words = _draw(
         key, (size,), None, "integers", "int64", least=int(limits.min), count=(1 << 64) - 1

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.cut_rules import CutRule, Joined, Sizes
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ArrayIndexError, MeshError, SpecError, UsageError
@@ -33,7 +34,7 @@ from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.gradients.rematerialization import without
 from reshard.spmd.gradients.tape import add_step, find_tapes
 from reshard.spmd.graph import Body, BodyCosts
-from reshard.spmd.ops.arguments import of_arrays, whole_number
+from reshard.spmd.ops.arguments import of_arrays
 from reshard.spmd.ops.elementwise import operands
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose
 from reshard.spmd.ops.reductions import sum as sum_over
@@ -86,11 +87,11 @@ def expert_routing(
             "which is given all arrays that it reads"
         )
     if capacity is not None:
-        capacity = whole_number("capacity of an expert:", capacity)
+        capacity = check_int(capacity, "capacity of an expert")
     if not isinstance(axes, Iterable):
         raise UsageError(f"experts over axes={axes!r}; give names of axes of the mesh")
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    return ExpertRouting(which, whole_number("experts:", count, 1), names, capacity)
+    return ExpertRouting(which, check_int(count, "number of experts", minimum=1), names, capacity)
 
 
 class ExpertRouting:

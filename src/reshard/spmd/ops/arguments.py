@@ -9,6 +9,7 @@ from numbers import Real
 from operator import index
 from typing import Any, TypeVar, cast
 
+from reshard._validation import check_int, check_ints
 from reshard.errors import ReshardError, UsageError
 from reshard.spmd.shards.array_value import ArrayValue
 
@@ -74,18 +75,6 @@ def as_whole(value: Any) -> int | None:
         return None
 
 
-def whole_number(what: str, value: Any, least: int = 0) -> int:
-    """Return an integer. Raises UsageError for other values, and for integers below `least`.
-
-    >>> whole_number("a stride of", 2, 1)
-    2
-    """
-    found = as_whole(value)
-    if found is None or found < least:
-        raise UsageError(f"{what} {value!r}; a whole number of {least} or more was expected")
-    return found
-
-
 def portion(what: str, value: Any) -> float:
     """Return a number from 0 to 1. Raises UsageError for other values.
 
@@ -105,11 +94,11 @@ def whole_numbers(what: str, value: Any, count: int, least: int = 0) -> tuple[in
     ((2, 2, 2), (1, 2))
     """
     if hasattr(value, "__index__"):
-        return (whole_number(what, value, least),) * count
+        return (check_int(value, what, minimum=least),) * count
     # A string has a length and entries, but it is not a sequence of numbers.
     if not isinstance(value, Iterable) or isinstance(value, str) or len(list(value)) != count:
         raise UsageError(f"{what} {value!r}; give {count} whole numbers, or one for all")
-    return tuple(whole_number(what, one, least) for one in value)
+    return check_ints(value, what, minimum=least)
 
 
 def whole_pairs(what: str, value: Any, count: int) -> tuple[tuple[int, int], ...]:
@@ -119,7 +108,7 @@ def whole_pairs(what: str, value: Any, count: int) -> tuple[tuple[int, int], ...
     (((1, 1), (1, 1)), ((0, 2),))
     """
     if hasattr(value, "__index__"):
-        return ((whole_number(what, value),) * 2,) * count
+        return ((check_int(value, what),) * 2,) * count
     given = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
     if len(given) != count or any(hasattr(one, "__index__") for one in given):
         raise UsageError(

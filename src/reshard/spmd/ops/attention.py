@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.cut_rules import Zigzag
 from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
@@ -38,7 +39,7 @@ from reshard.spmd.core.operator import (
 )
 from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.ops import data_types, elementwise, networks, reductions
-from reshard.spmd.ops.arguments import of_arrays, whole_number
+from reshard.spmd.ops.arguments import of_arrays
 from reshard.spmd.ops.data_types import in_wide_types
 from reshard.spmd.ops.elementwise import add, divide, exp, multiply, operands, where, whole
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
@@ -101,7 +102,7 @@ def attention(
     if not size and scale is None:
         raise UsageError("attention of queries without features has no scale; give scale=")
     if window is not None:
-        window = whole_number("attention in a window of", window, 1)
+        window = check_int(window, "window of attention", minimum=1)
     factor = 1 / math.sqrt(size) if scale is None else scale
     if mask is None and _may_go_by_blocks(queries, keys, values):
         attributes = {"is_causal": bool(is_causal), "window": window}

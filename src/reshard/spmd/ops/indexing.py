@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.backend import library_of
@@ -23,7 +24,7 @@ from reshard.spmd.core.operator import OperatorClass, TapeStep, ship
 from reshard.spmd.core.result_types import index, kind_of, of_first
 from reshard.spmd.ops import data_types, elementwise, movement
 from reshard.spmd.ops import elementwise as e
-from reshard.spmd.ops.arguments import of_arrays, whole_number, whole_numbers
+from reshard.spmd.ops.arguments import of_arrays, whole_numbers
 from reshard.spmd.ops.elementwise import operands, where, whole
 from reshard.spmd.ops.filling import zeros_like
 from reshard.spmd.ops.movement import Range
@@ -812,7 +813,7 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
 
     The encoding of an index that is not a class is all zeros.
     """
-    num_classes = whole_number("classes:", num_classes)
+    num_classes = check_int(num_classes, "num_classes")
     if kind_of(indices.dtype) not in ("signed integer", "unsigned integer"):
         raise UsageError(f"one_hot of {indices.dtype}; give an array of whole numbers")
     place = rules.axis_of(indices.ndim + 1, axis)

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.errors import ArrayIndexError, SpecError, UsageError
 from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import Function, LocalWork, find_function
 from reshard.spmd.core.operator import OperatorClass, TapeStep, ship
 from reshard.spmd.core.result_types import promoted
 from reshard.spmd.ops import data_types
-from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_number, whole_pairs
+from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_pairs
 from reshard.spmd.ops.elementwise import operands, whole
 from reshard.spmd.rules import rule_builder as rules
 from reshard.spmd.rules.rule_builder import Axes, Inferred, Shape
@@ -750,13 +751,13 @@ def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any,
     place = rules.axis_of(x.ndim, axis)
     size = x.shape[place]
     if hasattr(indices_or_sections, "__index__"):
-        count = whole_number("equal parts,", indices_or_sections, 1)
+        count = check_int(indices_or_sections, "number of equal parts", minimum=1)
         if size % count:
             raise SpecError(f"{size} in {count} equal parts; give a divisor")
         # Where each part but the last ends.
         ends = [size // count * (number + 1) for number in range(count - 1)]
     elif isinstance(indices_or_sections, Iterable):
-        ends = [whole_number("a part beginning at", end, -size) for end in indices_or_sections]
+        ends = [check_int(end, "start of a part", minimum=-size) for end in indices_or_sections]
     else:
         raise UsageError(f"split at {indices_or_sections!r}; give whole numbers, or how many parts")
     parts = []

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError
 from reshard.spmd import namespace
@@ -21,7 +22,7 @@ from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import JointPullback, TapeStep, ship
 from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.ops import elementwise, reductions
-from reshard.spmd.ops.arguments import of_arrays, portion, whole_number
+from reshard.spmd.ops.arguments import of_arrays, portion
 from reshard.spmd.ops.data_types import in_wide_types
 from reshard.spmd.ops.elementwise import add, divide, exp, log, multiply, operands, subtract, where
 from reshard.spmd.ops.indexing import take_along_axis
@@ -120,7 +121,7 @@ def layer_norm(
 
 def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
     """Return the last axes. Raises SpecError for weights that do not have their sizes."""
-    count = whole_number("a norm over dimensions:", dims, 1)
+    count = check_int(dims, "number of normalized dimensions", minimum=1)
     axes = axes_of(x.ndim, tuple(range(-count, 0)))
     sizes = tuple(x.shape[axis] for axis in axes)
     for weight in weights:

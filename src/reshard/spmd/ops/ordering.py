@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.cut_rules import Joined, Sizes
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
@@ -46,7 +47,7 @@ from reshard.spmd.core.operator import Example, TapeStep, ship
 from reshard.spmd.core.result_types import index, of_first, value_and_index
 from reshard.spmd.namespace import find
 from reshard.spmd.ops import elementwise, reductions
-from reshard.spmd.ops.arguments import of_arrays, whole_number
+from reshard.spmd.ops.arguments import of_arrays
 from reshard.spmd.ops.elementwise import operands, whole
 from reshard.spmd.ops.indexing import add_along, take
 from reshard.spmd.ops.movement import broadcast_to, concat, reshape, take_ranges
@@ -493,7 +494,7 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
 def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
     """The `k` largest elements along an axis, in descending order, and their indices."""
     reductions.check_ordered(x, "top_k")
-    attributes = {"k": whole_number("the largest", k), "axis": axis_of(x.ndim, axis)}
+    attributes = {"k": check_int(k, "k of top_k"), "axis": axis_of(x.ndim, axis)}
     found: tuple[Any, Any] = call("top_k", (x,), attributes)
     return found
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.backend import Library
@@ -28,7 +29,7 @@ from reshard.spmd.core.operator import Example, Placed, TapeStep, of_product, op
 from reshard.spmd.core.result_types import kind_of, of_first
 from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops import halos
-from reshard.spmd.ops.arguments import of_arrays, whole_number, whole_numbers, whole_pairs
+from reshard.spmd.ops.arguments import of_arrays, whole_numbers, whole_pairs
 from reshard.spmd.ops.elementwise import operands, where
 from reshard.spmd.ops.halos import Edges, WindowReach
 from reshard.spmd.ops.movement import pad, take_ranges
@@ -117,7 +118,7 @@ def convolution(
         "strides": whole_numbers("strides", strides, count, 1),
         "padding": whole_pairs("padding", padding, count),
         "dilation": whole_numbers("dilation", dilation, count, 1),
-        "groups": whole_number("groups", groups, 1),
+        "groups": check_int(groups, "groups", minimum=1),
     }
     return call("convolution", (x, kernel), attributes)
 
