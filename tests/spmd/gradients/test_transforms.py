@@ -232,7 +232,9 @@ def test_an_operator_of_the_user_s_own() -> None:
                 doc="Its square and three.",
             )
         )
-        with pytest.raises(UsageError, match="the gradient of plus_three: nobody has said"):
+        with pytest.raises(
+            UsageError, match="of plus_three: its derivative is not known"
+        ):
             sp.grad(lambda x: sp.sum(sp.plus_three(x)))(X)
 
         @sp.gradient("plus_three")

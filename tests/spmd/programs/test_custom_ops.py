@@ -177,11 +177,11 @@ RULES = [
     ("nonsense", NotationError, "'nonsense' is not a sharding rule"),
     (3, SpecError, "the rule of operator one is 3; give its text"),
     ("([i, k]) -> ([i])", SpecError, "has a factor in operands alone; say reduction"),
-    ("([i]) -> ([i, j])", SpecError, "tells the size of factor j"),
+    ("([i]) -> ([i, j])", SpecError, "determines the size of factor j"),
     ("([i], [i]) -> ([i])", SpecError, r"has 2 operands, but its local function is one\(x\)"),
     ("([i]) -> ()", SpecError, "has no result; give it one"),
     ("([i, i]) -> ([i])", SpecError, "factor i is twice in"),
-    ("([i], [j], ...) -> ([i])", NotationError, "... stands behind one operand"),
+    ("([i], [j], ...) -> ([i])", NotationError, "... follows a single operand"),
 ]
 
 

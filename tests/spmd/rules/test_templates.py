@@ -186,8 +186,8 @@ def test_sizes_that_are_said_hold() -> None:
     [
         (3, NotationError, "text of a sharding rule 3 is not a str"),
         ("[i] -> [i]", NotationError, "is not a sharding rule; write it as"),
-        ("([ij]) -> ([i, j])", SpecError, "tells the size of factor i"),
-        ("([i], [j], ...) -> ([i])", NotationError, "stands behind one operand"),
+        ("([ij]) -> ([i, j])", SpecError, "determines the size of factor i"),
+        ("([i], [j], ...) -> ([i])", NotationError, "follows a single operand"),
         ("([i]) -> ([i]) sideways={i}", NotationError, "'sideways'"),
     ],
 )

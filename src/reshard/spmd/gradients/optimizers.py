@@ -94,7 +94,10 @@ def specs_over(parameters: Any, mesh: DeviceMesh, axis: str) -> Any:
 class _Optimizer:
     """A base class of optimizers: states like parameters, updates in the states' shardings."""
 
-    _slots: tuple[str, ...] = ()
+    @property
+    def _slots(self) -> tuple[str, ...]:
+        """The names of the state's arrays, each like the parameters."""
+        return ()
 
     def init(self, parameters: Any, specs: Any = None) -> State:
         """Create the state before the first step.
@@ -159,7 +162,11 @@ class _Optimizer:
             else:
                 at = own[0].type.spec if own else where[number] or parameter.type.spec
                 wide = own[0].type.dtype if own else parameter.type.dtype
-                here, there = (_bring(one, at, wide) for one in (parameter, slope))
+                # Moved before they are widened, because the narrower type has fewer bytes.
+                here, there = (
+                    astype(one.reduced() if at is None else placed(one, at), wide)
+                    for one in (parameter, slope)
+                )
                 found, after = self._move(here, there, own, step)
                 found = astype(found, parameter.type.dtype)
                 found, *after = (
@@ -218,12 +225,6 @@ def _make_zeros(parameter: Any) -> Any:
     return zeros_like(parameter, dtype=as_dtype("float32") if is_narrow else None)
 
 
-def _bring(x: Any, spec: ShardingSpec | None, dtype: Any) -> Any:
-    # Moved before it is widened, because the narrower type has fewer bytes.
-    found = x.reduced() if spec is None else placed(x, spec)
-    return astype(found, dtype)
-
-
 def _check_numbers(name: str, **numbers: Any) -> None:
     for what, value in numbers.items():
         if what == "learning_rate" and isinstance(value, ArrayValue):
@@ -271,7 +272,7 @@ class SGD(_Optimizer):
         )
 
     @property
-    def _slots(self) -> tuple[str, ...]:  # type: ignore[override]
+    def _slots(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
 
     def _move(self, x: Any, slope: Any, own: list[Any], step: Any) -> tuple[Any, list[Any]]:
@@ -325,7 +326,7 @@ class AdamW(_Optimizer):
             )
 
     @property
-    def _slots(self) -> tuple[str, ...]:  # type: ignore[override]
+    def _slots(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
     def _move(self, x: Any, slope: Any, own: list[Any], step: Any) -> tuple[Any, list[Any]]:

@@ -60,7 +60,7 @@ def find_pullback(call: CompiledCall) -> Pullback | None:
     found = _pullbacks.get(call.name, operator.pullback)
     if found is not None or operator.is_constant:
         return found
-    reason = operator.no_pullback or "nobody has said what its derivative is"
+    reason = operator.no_pullback or "its derivative is not known"
     raise UsageError(
         f"the gradient of {call.name}: {reason}; give one with "
         f'@sp.gradient("{call.name}"), or gradient= of sp.operator, or take sp.stop_gradient(x) '
@@ -199,7 +199,8 @@ class Tape(Recorder):
         Args:
             cotangents: pairs of an array and its cotangent, of its shape and element type.
         """
-        found, combined = Cotangents(cotangents), _Combined()
+        found = Cotangents(cotangents)
+        combined: _Combined = {}
         for step in reversed(self.steps):
             given_back = _take_results(step, found)
             if given_back is not None:
@@ -220,7 +221,8 @@ class Tape(Recorder):
             cotangents: as in `pulled_back`.
             towards: watched arrays, whose cotangents are computed first.
         """
-        found, combined = Cotangents(cotangents), _Combined()
+        found = Cotangents(cotangents)
+        combined: _Combined = {}
         reached = {id(one) for one in towards}
         for step in self.steps:
             if any(id(one) in reached for one in step.operands):
@@ -330,25 +332,23 @@ def _find_combined(kind: ArrayType | None, ran: ShardingSpec | None) -> Sharding
     return ran if is_pending and ran is not None and not ran.partial_axes else None
 
 
-class _Combined:
-    """A store of operands whose contributions the backward pass reduces, once for all readers."""
+_Combined = dict[tuple[int, ShardingSpec], Any]
+"""Operands whose contributions the backward pass reduced, once for all readers: by identity."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ShardingSpec], Any] = {}
 
-    def operands(self, step: TapeStep) -> TapeStep:
-        """Return the step with operands as the operation read them, for the pullback."""
-        if not any(step.combined) or not settles():
-            return step
-        operands = []
-        for operand, spec in zip(step.operands, step.combined, strict=True):
-            if spec is not None:
-                key = (id(operand), spec)
-                if key not in self._known:
-                    self._known[key] = operand.shard(spec)
-                operand = self._known[key]
-            operands.append(operand)
-        return replace(step, operands=tuple(operands))
+def _with_combined(step: TapeStep, combined: _Combined) -> TapeStep:
+    """Return the step with operands as the operation read them, for the pullback."""
+    if not any(step.combined) or not settles():
+        return step
+    operands = []
+    for operand, spec in zip(step.operands, step.combined, strict=True):
+        if spec is not None:
+            key = (id(operand), spec)
+            if key not in combined:
+                combined[key] = operand.shard(spec)
+            operand = combined[key]
+        operands.append(operand)
+    return replace(step, operands=tuple(operands))
 
 
 def _take_results(step: TapeStep, found: Cotangents) -> Any:
@@ -376,26 +376,17 @@ def _pull_into(
     wanted: Sequence[int],
 ) -> None:
     """Add the cotangents of some operands of a step, by their places."""
-    pulled = _pull(combined.operands(step), given_back, wanted)
+    pullback, read = step.pullback, _with_combined(step, combined)
+    if isinstance(pullback, JointPullback):
+        every = pullback.function(read, given_back)
+        pulled = [every[number] for number in wanted]
+    else:
+        pulled = [pullback(read, given_back, number) for number in wanted]
     for operand, one in zip([step.operands[number] for number in wanted], pulled, strict=True):
         if one is not None:
-            found.add(operand, _fit(one, operand.type))
-
-
-def _pull(step: TapeStep, cotangents: Any, wanted: Sequence[int]) -> list[Any]:
-    """Return the cotangents of some operands, by their places."""
-    if isinstance(step.pullback, JointPullback):
-        every = step.pullback.function(step, cotangents)
-        return [every[number] for number in wanted]
-    return [step.pullback(step, cotangents, number) for number in wanted]
-
-
-def _over_mesh_of(known: Any, cotangent: Any) -> Any:
-    """Return a cotangent without a mesh over the mesh of another cotangent of the same array."""
-    own, other = cotangent.type.spec, known.type.spec
-    if own is None or other is None or own.mesh is other.mesh:
-        return cotangent
-    return cotangent.shard(replicated(other.mesh, cotangent.ndim))
+            # Of the operand's shape and element type: summed over what was broadcast.
+            fitting = summed_to(one, operand.type.shape)
+            found.add(operand, data_types.astype(fitting, operand.type.dtype))
 
 
 class Cotangents:
@@ -409,7 +400,11 @@ class Cotangents:
     def add(self, array: Any, cotangent: Any) -> None:
         known = self._by_id.get(id(array))
         if known is not None:
-            cotangent = known + _over_mesh_of(known, cotangent)
+            own, other = cotangent.type.spec, known.type.spec
+            # An array that was sent to another mesh may have cotangents over both.
+            if own is not None and other is not None and own.mesh is not other.mesh:
+                cotangent = cotangent.shard(replicated(other.mesh, cotangent.ndim))
+            cotangent = known + cotangent
         self._by_id[id(array)] = cotangent
 
     def take(self, array: Any) -> Any:
@@ -422,9 +417,9 @@ class Cotangents:
 
 
 def _move_back(step: TapeStep, cotangent: Any, number: int) -> Any:
-    """Return the cotangent of what was resharded, which its own operation brings to where that lay.
+    """Return the cotangent of a resharded array, in any sharding over the array's own mesh.
 
-    That of what went to another mesh comes back: no operation has two.
+    Operations bring it to the sharding that they need, but they cannot bring it to another mesh.
     """
     own, given = step.operands[0].type.spec, cotangent.type.spec
     if own is not None and given is not None and own.mesh is not given.mesh:
@@ -438,7 +433,7 @@ _PASSING = frozenset(
 
 
 def _settle(cotangent: Any, kind: ArrayType, name: str) -> Any:
-    """A value's cotangent as its pullback is to find it: combined, and cut where that is free."""
+    """Return a value's cotangent for its pullback: combined, and sharded where that is free."""
     spec, own = cotangent.type.spec, kind.spec
     if not settles() or name == WITH_SHARDING:
         return cotangent
@@ -451,8 +446,8 @@ def _settle(cotangent: Any, kind: ArrayType, name: str) -> Any:
         )
     if own is None:
         return cotangent
-    # A whole cotangent is cut without moving anything. That of contributions is gathered once, for
-    # the pullbacks of what made them each need it so.
+    # A whole cotangent is sharded without moving anything. The cotangent of contributions is
+    # gathered once here, since each pullback of the operations that made them needs it whole.
     if own.partial_axes or not cotangent.type.is_cut:
         return placed(cotangent, without_partial(own))
     return cotangent
@@ -475,9 +470,3 @@ def ended(x: Any, spec: ShardingSpec, like: Any = None) -> Any:
         for recorder in recorders:
             recorder.record_end(made, like)
     return made
-
-
-def _fit(cotangent: Any, kind: ArrayType) -> Any:
-    """Return a cotangent of an operand's shape and element type: summed over what was broadcast."""
-    found = summed_to(cotangent, kind.shape)
-    return found if found.type.dtype is kind.dtype else data_types.astype(found, kind.dtype)

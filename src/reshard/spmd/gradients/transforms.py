@@ -11,7 +11,8 @@ operations: they run over processes, and can be traced and differentiated again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from reshard.errors import UsageError
@@ -258,7 +259,7 @@ def _run(
 
 
 def _pair(value: Any, cotangents: Any) -> list[tuple[Any, Any]]:
-    """The arrays of a value with their cotangents. Raises UsageError where they do not fit."""
+    """Return the arrays of a value with their cotangents. Raises UsageError if they do not fit."""
     given = leaves_like(cotangents, value, "cotangents")
     pairs = []
     for (path, output), cotangent in zip(leaves(value), given, strict=True):
@@ -279,28 +280,23 @@ def _pair(value: Any, cotangents: Any) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _read_specs(given: Any, specs: Any) -> list[ShardingSpec | None]:
-    """Return a sharding for each leaf; None where the gradient ends as its parameter lies."""
-    if specs is None:
-        return [None] * sum(1 for _ in leaves(given))
-    return shardings_like(specs, given, "specs of gradients")
-
-
 def _end_all(parameters: Any, found: Cotangents, specs: Any) -> Any:
     """Return the gradients of a tree of parameters, in their own or in requested shardings."""
-    wanted = iter(_read_specs(parameters, specs))
+    wanted: Iterator[ShardingSpec | None] = itertools.repeat(None)
+    if specs is not None:
+        wanted = iter(shardings_like(specs, parameters, "specs of gradients"))
 
-    def end(leaf: Any) -> Any:
+    def end(parameter: Any) -> Any:
         spec = next(wanted)
-        return None if leaf is None else _end(leaf, found.of(leaf), spec)
+        if parameter is None:
+            return None
+        cotangent, own = found.of(parameter), parameter.type.spec
+        if cotangent is None:
+            cotangent = zeros_like(parameter)
+        if spec is not None:
+            return ended(cotangent, spec)
+        if own is None:
+            return cotangent.reduced()
+        return ended(cotangent, without_partial(own), parameter)
 
     return replaced(parameters, end)
-
-
-def _end(parameter: Any, cotangent: Any, spec: ShardingSpec | None) -> Any:
-    """Return a gradient, in its parameter's sharding or the requested sharding."""
-    found = zeros_like(parameter) if cotangent is None else cotangent
-    own = parameter.type.spec
-    if spec is not None:
-        return ended(found, spec)
-    return found.reduced() if own is None else ended(found, without_partial(own), parameter)

@@ -250,7 +250,7 @@ class OpShardingRule(Interned):
             operators = {after.strip() for _, _, after in names if after}
             if operators and (kind != "reduction" or len(operators) > 1):
                 raise NotationError(
-                    f"{kind}={{{content}}} of {text!r}: one operator may stand behind reduced "
+                    f"{kind}={{{content}}} of {text!r}: one operator may follow reduced "
                     "factors, as in reduction={k:max}"
                 )
             operator = next(iter(operators), operator)

@@ -94,14 +94,14 @@ class Template:
         sizes = ", ".join(one for one in (others, (found["sizes"] or "").strip()) if one)
         rule = OpShardingRule.parse(f"{operands} -> {found['results']} {{{sizes}}}{found['kinds']}")
         if repeated and len(rule.operands) != 1:
-            raise NotationError(f"{text!r}: ... stands behind one operand; write it as ([i], ...)")
+            raise NotationError(f"{text!r}: ... follows a single operand; write it as ([i], ...)")
         # 3. Every size is given by an operand's shape or by the text.
         told = {dim[0] for mapping in rule.operands for dim in mapping if len(dim) == 1}
         for factor, name in enumerate(rule.names):
             if factor not in told and name not in said:
                 raise SpecError(
-                    f"no dimension of {text!r} tells the size of factor {name}, since none of an "
-                    f"operand is {name} alone; say it, as in {{{name}=4}}"
+                    f"no dimension of {text!r} determines the size of factor {name}, since no "
+                    f"operand has a dimension of {name} alone; give it, as in {{{name}=4}}"
                 )
         return cls(
             rule.operands,
