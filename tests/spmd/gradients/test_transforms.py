@@ -232,9 +232,7 @@ def test_an_operator_of_the_user_s_own() -> None:
                 doc="Its square and three.",
             )
         )
-        with pytest.raises(
-            UsageError, match="of plus_three: its derivative is not known"
-        ):
+        with pytest.raises(UsageError, match="of plus_three: its derivative is not known"):
             sp.grad(lambda x: sp.sum(sp.plus_three(x)))(X)
 
         @sp.gradient("plus_three")

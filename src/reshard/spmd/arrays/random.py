@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from numbers import Real
 from operator import index
@@ -264,19 +264,13 @@ def _find_runs(
         yield first + sum(at * step for at, step in zip(place, steps, strict=False)), count
 
 
-def _are_stretches(
-    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
-) -> bool:
-    return all(map(has_plain_parts, specs))
-
-
 ship(
     "random_numbers",
     random_numbers_rule,
     ([(2,), (4, 8)], {}),
     family="creation",
     local=_draw_kernel,
-    knows_place=_are_stretches,
+    knows_place=lambda specs, shapes, attributes: all(map(has_plain_parts, specs)),
     result_types=asked,
     note="a part draws the numbers of its places: the same for every sharding",
     is_constant=True,

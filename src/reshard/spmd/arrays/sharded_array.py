@@ -101,10 +101,6 @@ def _vstack(tup: Sequence[Any]) -> Any:
     return movement.concat([_raise_rank(one, 2) for one in elementwise.operands(*tup)])
 
 
-def _ravel(a: Any) -> Any:
-    return movement.reshape(a, (-1,))
-
-
 def _dot(a: Any, b: Any) -> Any:
     a, b = elementwise.operands(a, b)
     ranks = [getattr(one, "ndim", 0) for one in (a, b)]
@@ -138,7 +134,7 @@ _MADE_OF_OTHERS: dict[str, Callable[..., Any]] = {
     "copy": _copy,
     "dot": _dot,
     "hstack": _hstack,
-    "ravel": _ravel,
+    "ravel": lambda a: movement.reshape(a, (-1,)),
     "squeeze": _squeeze,
     "swapaxes": _swapaxes,
     "vstack": _vstack,
@@ -158,12 +154,6 @@ def instead_of(name: str) -> str:
     if name in _MADE_OF_OTHERS:
         return f"use numpy.{name}(x)"
     return "use a function of reshard.spmd, or x.to_dense()"
-
-
-def dense_array(x: Any, dtype: Any) -> np.ndarray[Any, Any]:
-    """Return the whole array as a NumPy array."""
-    found: np.ndarray[Any, Any] = x.runner.library.numpy(x.to_dense())
-    return found if dtype is None else found.astype(dtype)
 
 
 def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
@@ -563,7 +553,8 @@ class ShardedArray(ArrayValue):
         return format(self._read_number(), layout) if layout else str(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return dense_array(self, dtype)
+        found = self.runner.library.numpy(self.to_dense())
+        return found if dtype is None else found.astype(dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         return by_ufunc(ufunc, method, inputs, options)

@@ -249,18 +249,14 @@ def library(name: str) -> Library:
     if name == "numpy":
         return Library(name, np)
     if name == "torch":
-        return Library(name, _load_compatible("array_api_compat.torch", name))
+        try:
+            return Library(name, import_module("array_api_compat.torch"))
+        except ImportError as error:
+            raise MissingExtraError(
+                "computing on shards of torch needs torch and array_api_compat; install them with: "
+                "pip install torch array-api-compat"
+            ) from error
     raise UsageError(f"unknown library {name!r}; shards are arrays of 'numpy' or 'torch'")
-
-
-def _load_compatible(module: str, name: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(
-            f"computing on shards of {name} needs {name} and array_api_compat; install them with: "
-            f"pip install {name} array-api-compat"
-        ) from error
 
 
 def is_distributed(value: object) -> bool:

@@ -262,7 +262,10 @@ def compute_few(
         for one in work.operands
     )
     is_numpy = work.library.name == "numpy"
-    attributes = _replace_types(work.attributes) if is_numpy else work.attributes
+    attributes = {
+        name: as_dtype(stand_in(value)) if is_numpy and isinstance(value, DType) else value
+        for name, value in work.attributes.items()
+    }
     here = LocalWork(work.name, attributes, few, (), (), (0,), work.library)
     (function,) = operator.local_functions(here)
     waiting = list(numbers)
@@ -289,10 +292,3 @@ def _make_elements(kind: ArrayType, operator: Operator) -> Any:
         return np.ones(kind.shape, dtype=numpy)
     unit = np.eye(*kind.shape[-2:], dtype=numpy)
     return np.broadcast_to(unit, kind.shape)
-
-
-def _replace_types(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: as_dtype(stand_in(value)) if isinstance(value, DType) else value
-        for name, value in attributes.items()
-    }

@@ -182,7 +182,7 @@ class ExpertRouting:
             found = self.back(g)
             return [sum_over(found, axis=1) if is_repeated else found]
 
-        kind = self._type((int(self.counts.sum()), x.shape[-1]), self._cut_rows, x)
+        kind = ArrayType((int(self.counts.sum()), x.shape[-1]), x.dtype, self._row_spec)
         return self._carry_out("expert_rows_sent", (x,), kind, compute, pull_back, moves=True)
 
     def back(self, rows: Any, weights: Any = None, /) -> Any:
@@ -218,7 +218,7 @@ class ExpertRouting:
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
             return [self.send(g)]
 
-        kind = self._type((*self._lead, width), self._cut_tokens, rows)
+        kind = ArrayType((*self._lead, width), rows.dtype, self._spec(len(self._lead) + 1))
         found = self._carry_out("expert_rows_back", (rows,), kind, compute, pull_back, moves=True)
         if weights is None:
             return found
@@ -230,7 +230,9 @@ class ExpertRouting:
 
     def multiply(self, rows: Any, matrices: Any, /) -> Any:
         """Multiply each row `[rows, d]` by the matrix of its expert, `[experts, d, e]`."""
-        rows, matrices = self._take_rows(rows), self._take_matrices(matrices)
+        rows, matrices = self._take_rows(rows), self._take(matrices)
+        spec = self._cut_experts(matrices.ndim)
+        matrices = matrices if spec is None else placed(matrices, spec)
         if matrices.ndim != 3 or tuple(matrices.shape[:2]) != (self.count, rows.shape[-1]):
             raise SpecError(
                 f"matrices of shape {list(matrices.shape)} for rows of {rows.shape[-1]} elements; "
@@ -247,7 +249,7 @@ class ExpertRouting:
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
             return [self.multiply(g, matrix_transpose(matrices)), self._outer(rows, g)]
 
-        kind = self._type((rows.shape[0], matrices.shape[-1]), self._cut_rows, rows)
+        kind = ArrayType((rows.shape[0], matrices.shape[-1]), rows.dtype, self._row_spec)
         return self._carry_out("expert_product", (rows, matrices), kind, compute, pull_back)
 
     def _outer(self, rows: Any, others: Any) -> Any:
@@ -265,7 +267,7 @@ class ExpertRouting:
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
             return [self.multiply(others, matrix_transpose(g)), self.multiply(rows, g)]
 
-        kind = self._type(shape, self._cut_experts(pending=True), rows)
+        kind = ArrayType(shape, rows.dtype, self._cut_experts(len(shape), pending=True))
         return self._carry_out("expert_outer_product", (rows, others), kind, compute, pull_back)
 
     @property
@@ -286,28 +288,26 @@ class ExpertRouting:
         return [] if self.mesh is None else [self.mesh.axis_size(one) for one in self._axes]
 
     def _spec(self, ndim: int, rule: CutRule | None = None) -> ShardingSpec | None:
-        """Return the first dimension cut over the tokens' axes."""
+        """Return the first dimension sharded over the tokens' axes, by a rule or evenly."""
         if self.mesh is None:
             return None
         levels = [Level(self._axes, rule)] if self._axes else []
         first = DimSpec(self._axes) if rule is None else DimSpec(levels)
         return ShardingSpec(self.mesh, [first, *[DimSpec()] * (ndim - 1)])
 
-    def _cut_tokens(self, ndim: int) -> ShardingSpec | None:
-        return self._spec(ndim)
+    @property
+    def _row_spec(self) -> ShardingSpec | None:
+        """The sharding of rows that are sorted at their experts."""
+        return self._spec(2, self._rows.at_experts)
 
-    def _cut_rows(self, ndim: int) -> ShardingSpec | None:
-        return self._spec(ndim, self._rows.at_experts)
-
-    def _cut_experts(self, pending: bool = False) -> Callable[[int], ShardingSpec | None]:
-        def cut(ndim: int) -> ShardingSpec | None:
-            if self.mesh is None:
-                return None
-            dims = [DimSpec(self._expert_axes), *[DimSpec()] * (ndim - 1)]
-            waiting = [one for one in self._axes if one not in self._expert_axes]
-            return ShardingSpec(self.mesh, dims, partial_axes=waiting if pending else ())
-
-        return cut
+    def _cut_experts(self, ndim: int, pending: bool = False) -> ShardingSpec | None:
+        """Return the first dimension sharded over the experts' axes."""
+        if self.mesh is None:
+            return None
+        dims = [DimSpec(self._expert_axes), *[DimSpec()] * (ndim - 1)]
+        # Each part of the tokens along the other axes has a contribution.
+        waiting = [one for one in self._axes if one not in self._expert_axes]
+        return ShardingSpec(self.mesh, dims, partial_axes=waiting if pending else ())
 
     def _find_owners(self) -> Integers:
         """`[parts, experts]`: the part that has an expert, of those beside a part."""
@@ -377,13 +377,8 @@ class ExpertRouting:
                 f"rows of shape {list(rows.shape)}; [{self.counts.sum()}, d] of routing.send were "
                 "expected"
             )
-        spec = self._cut_rows(2)
+        spec = self._row_spec
         return rows if spec is None else placed(rows, spec)
-
-    def _take_matrices(self, matrices: Any) -> Any:
-        matrices = self._take(matrices)
-        spec = self._cut_experts()(matrices.ndim)
-        return matrices if spec is None else placed(matrices, spec)
 
     def _ends(self, part: int) -> Integers:
         """Of the experts of a part, where the rows of each stop."""
@@ -410,11 +405,6 @@ class ExpertRouting:
             return list(shards)
         kind = ArrayType((total, int(shards[0].shape[-1])), dtype, source)
         return list(self.runner.moved_once(kind, target, tuple(shards)))
-
-    def _type(
-        self, shape: tuple[int, ...], cut: Callable[[int], ShardingSpec | None], like: Any
-    ) -> ArrayType:
-        return ArrayType(shape, like.dtype, cut(len(shape)))
 
     def _carry_out(
         self,

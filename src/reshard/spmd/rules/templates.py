@@ -377,68 +377,54 @@ def reshape_factors(
         )
     if 0 in shapes[0]:
         return _factor_nothing(*shapes)
-    digits = _Digits(*shapes)
-    while digits.skip_ones():
-        digits.step()
-    return digits.mapping(0), digits.mapping(1), tuple(digits.sizes)
+    # The number of an element, in row-major order, is written in digits: the indices of either
+    # shape's dimensions. Factors are digits of both, from the major digit on. Per side: the factors
+    # of each dimension, what is left of its size, the stride of what is left, and the dimension.
+    factors: list[list[list[int]]] = [[[] for _ in shape] for shape in shapes]
+    left = [list(shape) for shape in shapes]
+    strides = [math.prod(shape) for shape in shapes]
+    place = [0, 0]
+    sizes: list[int] = []
 
-
-class _Digits:
-    """A record of the factors found so far, and of the remaining sizes of both sides."""
-
-    def __init__(self, *shapes: tuple[int, ...]) -> None:
-        self.shapes = shapes
-        self.left = [list(shape) for shape in shapes]
-        self.strides = [math.prod(shape) for shape in shapes]
-        self.place = [0, 0]
-        self.factors: list[list[list[int]]] = [[[] for _ in shape] for shape in shapes]
-        self.sizes: list[int] = []
-
-    def mapping(self, side: int) -> Mapping:
-        return tuple(tuple(dim) for dim in self.factors[side])
-
-    def take(self, sides: Sequence[int], size: int) -> None:
+    def take(sides: Sequence[int], size: int) -> None:
         for side in sides:
-            dim = self.place[side]
-            self.factors[side][dim].append(len(self.sizes))
-            self.left[side][dim] //= size
-            self.strides[side] //= size
-        self.sizes.append(size)
+            factors[side][place[side]].append(len(sizes))
+            left[side][place[side]] //= size
+            strides[side] //= size
+        sizes.append(size)
 
-    def skip_ones(self) -> bool:
-        """Skip dimensions that are used up; return whether any dimension remains."""
-        for side, shape in enumerate(self.shapes):
-            while self.place[side] < len(shape) and self.left[side][self.place[side]] == 1:
-                if shape[self.place[side]] == 1:
-                    self.take([side], 1)
-                self.place[side] += 1
-        return any(self.place[side] < len(shape) for side, shape in enumerate(self.shapes))
-
-    def step(self) -> None:
+    while True:
+        # 1. Skip dimensions that are used up.
+        for side, shape in enumerate(shapes):
+            while place[side] < len(shape) and left[side][place[side]] == 1:
+                if shape[place[side]] == 1:
+                    take([side], 1)
+                place[side] += 1
+        if all(place[side] == len(shape) for side, shape in enumerate(shapes)):
+            break
         # The remaining size of each side's dimension; 1 after the last dimension.
-        here = [
-            left[place] if place < len(left) else 1
-            for left, place in zip(self.left, self.place, strict=True)
-        ]
+        here = [own[at] if at < len(own) else 1 for own, at in zip(left, place, strict=True)]
         common = math.gcd(*here)
-        # Step 2 of the module: both sides are at the same place of the element's number.
-        if self.strides[0] == self.strides[1]:
+        # 2. At equal strides, both sides share what their dimensions have in common.
+        if strides[0] == strides[1]:
             if common > 1:
-                self.take([0, 1], common)
+                take([0, 1], common)
             else:
-                self.take([0], here[0])
-                self.take([1], here[1])
-            return
-        # Step 3: the side at the larger stride advances until both are at the same position again.
-        ahead = 0 if self.strides[0] > self.strides[1] else 1
-        ratio, rest = divmod(self.strides[ahead], self.strides[1 - ahead])
+                take([0], here[0])
+                take([1], here[1])
+            continue
+        # 3. Otherwise the side at the larger stride advances until the strides are equal again.
+        ahead = 0 if strides[0] > strides[1] else 1
+        ratio, rest = divmod(strides[ahead], strides[1 - ahead])
         size = here[ahead]
         if rest == 0 and size % ratio == 0:
             size = ratio
         # `common` stays for a later match with the other side's dimension.
         elif size > common:
             size //= common
-        self.take([ahead], size)
+        take([ahead], size)
+    operand, result = (tuple(map(tuple, side)) for side in factors)
+    return operand, result, tuple(sizes)
 
 
 def _factor_nothing(

@@ -202,22 +202,26 @@ class ReshardCache:
         self, array: ArrayValue, kept: dict[ShardingSpec, Any], spec: ShardingSpec, moved: Shards
     ) -> Shards:
         size_bytes = _count_bytes(array.type, spec, self._runner.has_every_shard)
-        state = self._find_state(array, moved)
-        if size_bytes <= self.max_bytes and _may_keep(array, state):
-            kept[spec] = made = CachedShards(moved, state)
-            with self._lock:
-                self._order.append((weakref.ref(made), size_bytes))
-                self.size_bytes += size_bytes
-                while self.size_bytes > self.max_bytes:
-                    self._drop_oldest()
+        state = own, theirs = self._find_state(array, moved)
+        source = array.type.spec
+        if source is None or own is None or theirs is None or size_bytes > self.max_bytes:
+            return moved
+        # PyTorch frees the tensors saved for a maximum's gradient after the first backward pass, so
+        # a cached result could not be differentiated again.
+        is_recorded = bool(own) and own[0]
+        if is_recorded and source.reduction in ("max", "min", "product"):
+            return moved
+        kept[spec] = made = CachedShards(moved, state)
+        with self._lock:
+            self._order.append((weakref.ref(made), size_bytes))
+            self.size_bytes += size_bytes
+            while self.size_bytes > self.max_bytes:
+                reference, oldest_bytes = self._order.popleft()
+                self.size_bytes -= oldest_bytes
+                oldest = reference()
+                if oldest is not None:
+                    oldest.shards = None
         return moved
-
-    def _drop_oldest(self) -> None:
-        reference, size_bytes = self._order.popleft()
-        self.size_bytes -= size_bytes
-        oldest = reference()
-        if oldest is not None:
-            oldest.shards = None
 
     def _find_state(self, array: ArrayValue, moved: Shards) -> Any:
         return self._runner.library.state_of(array._shards), self._runner.library.state_of(moved)
@@ -274,14 +278,3 @@ def _count_bytes(kind: ArrayType, spec: ShardingSpec, has_every_shard: bool) -> 
     sizes = [math.prod(shape) for shape in spec.layout(kind.shape).local_shapes.values()]
     count = sum(sizes) if has_every_shard else max(sizes, default=0)
     return count * kind.dtype.itemsize_bytes
-
-
-def _may_keep(array: ArrayValue, state: Any) -> bool:
-    spec = array.type.spec
-    own, theirs = state
-    if spec is None or own is None or theirs is None:
-        return False
-    # PyTorch frees the tensors saved for a maximum's gradient after the first backward pass, so a
-    # cached result could not be differentiated again.
-    is_recorded = bool(own) and own[0]
-    return not is_recorded or spec.reduction not in ("max", "min", "product")

@@ -87,15 +87,6 @@ def take_column(
     return take_moved(operand, spec, move)
 
 
-def given_on(made: ArrayValue, result: ArrayType) -> ArrayValue:
-    """Return an operation's result in its final sharding."""
-    if result.spec is None or made.type.spec is result.spec:
-        return made
-    move = made.runner.movement(made.type, result.spec)
-    found: ArrayValue = made.of_shards(result, move(made._shards), made.runner)
-    return found
-
-
 def make_run(
     call: CompiledCall,
     operator: Operator,
@@ -173,12 +164,14 @@ def wrap_results(
     columns = (
         [rows] if call.is_single else [[row[n] for row in rows] for n in range(len(call.made))]
     )
-    return tuple(
-        [
-            given_on(wrap.of_shards(made, tuple(column), runner), result)
-            for made, column, result in zip(call.made, columns, call.results, strict=True)
-        ]
-    )
+    arrays = []
+    for made, column, result in zip(call.made, columns, call.results, strict=True):
+        shards = tuple(column)
+        if result.spec is not None and made.spec is not result.spec:
+            # Contributions are reduce-scattered.
+            shards = runner.movement(made, result.spec)(shards)
+        arrays.append(wrap.of_shards(result, shards, runner))
+    return tuple(arrays)
 
 
 def mark_views(operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:

@@ -408,8 +408,10 @@ class OverProcesses(Runner):
             (first,) = agree(CallSignature({"a failure": b""}, notes=(own,)), group)
             if not first:
                 return None
-            # Send the text, not the error itself: errors of libraries may not be picklable.
-            told = None if failure is None else (_choose_error(failure), str(failure))
+            # Send the text, not the error itself: errors of libraries may not be picklable, and
+            # their classes may take other arguments than a text.
+            known = type(failure) if isinstance(failure, ReshardError) else RunError
+            told = None if failure is None else (known, str(failure))
             kind, text = share(told, group.slots - first, group)
         repeated = self.collective_error(kind(text))
         repeated.__cause__ = failure
@@ -456,11 +458,6 @@ class _Agreed(NamedTuple):
 
 # The runner whose movements all ranks have agreed on, and the ranks' group.
 _agreed: ContextVar[_Agreed | None] = ContextVar("agreed", default=None)
-
-
-def _choose_error(failure: Exception) -> type[Exception]:
-    """Return the class to raise on every rank; its only argument must be the text."""
-    return type(failure) if isinstance(failure, ReshardError) else RunError
 
 
 @lru_cache(maxsize=8)
