@@ -238,7 +238,7 @@ def test_dropout_through_pytorch_and_computed_again() -> None:
         (lambda: sp.random.integers(KEY, 3, 0, 1 << 64), "within int64"),
         (lambda: sp.random.bernoulli(KEY, 1.5), "a probability of 1.5"),
         (lambda: sp.random.categorical(KEY, sp.ones((3, 0))), "give one class"),
-        (lambda: sp.random.permutation(KEY, -1), "a permutation of -1"),
+        (lambda: sp.random.permutation(KEY, -1), "length of a permutation -1 must not"),
         (lambda: sp.dropout(sp.ones(3), KEY, 2), "dropout at a rate of 2"),
         (lambda: sp.dropout(sp.ones(3), KEY, "a"), "dropout at a rate of 'a'"),
         (lambda: sp.random.bernoulli(KEY, "a"), "a probability of 'a'"),
