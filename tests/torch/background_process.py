@@ -85,6 +85,38 @@ def some_wait_at_once() -> None:
         expect(torch.equal(found.wait() if goes_on else found, own(turn, columns)), f"{turn}")
 
 
+def results_are_compared_with_the_source() -> None:
+    """`verify` finds an element that changed on either side, and leaves out what was combined."""
+    rows, columns = layouts()
+    source = own(0, rows)
+    begun = redistribute(source, columns, source=rows, async_op=True)
+    result = begun.wait()
+    found = begun.verify()
+    expect(found.compared_bytes == result.nbytes and not found.left_out, f"{found}")
+    value = float(result[0, 0])
+    if dist.get_rank() == 1:
+        result[0, 0] = value + 1
+    try:
+        begun.verify()
+    except RunError as error:
+        expect("rank 1: not the source's: the tensor (from rank 0)" in str(error), str(error))
+    else:
+        raise SystemExit("a difference was not found")
+    if dist.get_rank() == 1:
+        result[0, 0] = value
+    begun.verify()
+    terms = reshard.spec(reshard.DeviceMesh.of(x=dist.get_world_size()), "- | sum(x)")
+    begun = redistribute(
+        torch.ones(8),
+        reshard.spec(terms.mesh, "x"),
+        source=terms,
+        shape=(8,),
+        async_op=True,
+    )
+    begun.wait()
+    expect(begun.verify().left_out == ("the tensor",), "combined contributions were compared")
+
+
 def errors_come_with_wait() -> None:
     """What the thread raises is raised by `wait`, again and again; a thread runs once at a time."""
     rows, columns = layouts()
@@ -127,6 +159,7 @@ def main() -> None:
     goes_on_without_being_waited_for()
     several_at_once()
     some_wait_at_once()
+    results_are_compared_with_the_source()
     errors_come_with_wait()
     dist.barrier()
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ Phases are methods of `Redistribution`, in the order in which they run:
    stages or by a program of collectives if requested or faster (`programs.methods`).
 3. *Move.* This rank's transfers run within a limit of memory (`exchange.transfer`), and all ranks
    confirm: if a rank fails, all raise.
+4. *Verify*, on request: the result is compared with the source by digests.
 
 Gradients flow: the gradient of a redistribution is redistributed from the target's layout to the
 source's. The gradient of a partial tensor's contribution is that of the whole, as in DTensor: if a
@@ -44,7 +45,7 @@ from reshard.torch.exchange.consistency import is_usable
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange, limit_messages
 from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
 from reshard.torch.exchange.packing.messages import RankTransfers, stage_transfers, transfers_of
-from reshard.torch.exchange.transfer import Transfer
+from reshard.torch.exchange.transfer import Transfer, Verification
 from reshard.torch.forward_copies import forget_cached
 from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
 from reshard.torch.graph_breaks import break_graph
@@ -291,10 +292,12 @@ class Redistribution:
         if out is not None and self._local is not None:
             written = [out], [self._local]
             result = f"out, {out.dtype} of shape {list(out.shape)},"
+        is_compared = self.program is None and self._change.source.reduction is None
         self._transfer = Transfer.prepare(
             self._make_exchange,
             self._group,
             *written,
+            contents=[("the tensor", self._tensors if is_compared else None)],
             result=result,
             in_background=self._is_async,
         )
@@ -313,6 +316,24 @@ class Redistribution:
             with self._group.turn():
                 return self._finish()
         return self._result()
+
+    @break_graph
+    def verify(self) -> Verification:
+        """Compare the result with the source as it is now, by digests. All ranks call this.
+
+        Results of programs and of combined contributions cannot be compared: then the tensor is in
+        `left_out`.
+
+        Raises:
+            RunError: on every rank, elements that differ; a rank that has not waited for the
+                result, or does not answer.
+        """
+        group, tag = self._group, self._transfer.exchanges[0].tag
+        # Errors such as lack of memory are raised on all ranks, since others wait for this rank.
+        with group.turn(), group.errors_on_all():
+            problem = None if self.is_usable else "the result is not complete; call wait() first"
+            agree(CallSignature({"redistribution": str(tag).encode()}, problem), group)
+            return self._transfer.verify()
 
     def _finish(self) -> Any:
         try:

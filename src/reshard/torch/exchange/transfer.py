@@ -10,8 +10,10 @@ are done by the caller, since calls agree on different things: a tensor, partiti
     start      pack and send what fits in memory; copy what stays   `Transfer.start`
     finish     send the rest, receive and unpack                    `Transfer.finish`
     confirm    all ranks have everything, or all raise
+    verify     on request, compare what arrived with the source     `Transfer.verify`
 
-A transfer has batches, which run in order. A refit has several; all others have a single exchange.
+`run` is `start` and `finish` at once. A transfer has batches, which run in order. A refit has
+several; all others have a single exchange.
 
 A rank that fails closes the group's connections, so that all others raise its cause. The caller's
 tensors that were written into are then marked (`consistency`).
@@ -26,24 +28,42 @@ Several transfers of a group can be in progress at once. Each has its own tag fo
 ranks prepare the transfers in the same order, so that tags are equal. On devices, and with grouped
 messages (NCCL), an exchange stays in the thread that began it: that thread posts the messages that
 fit into memory, and the stream waits for them.
+
+*Verification* sends no elements. Sender and receiver know which elements of a tensor were sent.
+Each computes a digest of its own elements, in the dtype in which they were sent, and the receiver
+compares them: 16 bytes for each tensor between two ranks, whatever its size::
+
+    sender     up.weight 0:4 of rank 2's  ->  digest  ----->  equal?  <-  digest of 0:4  receiver
+
+Elements that a rank copies from itself are compared directly.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from reshard.errors import ReshardError, RunError
+from reshard.text import first_text
 from reshard.torch.exchange import consistency
-from reshard.torch.exchange.agreement import confirm
+from reshard.torch.exchange.agreement import CallSignature, agree, confirm
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.packing.messages import Piece, RankTransfers, list_pieces
 from reshard.torch.exchange.timeline import span
 
 Calls = Sequence[Callable[[], None]]
+# Tensors by name with their transfers on this rank, stage by stage; None if they are not compared:
+# results of transforms and of programs, and combined contributions, differ from what was sent.
+Contents = Iterable[tuple[str, Sequence[RankTransfers] | None]]
+_DIGEST_BYTES = 16
+_SHOWN = 8
 # Tags begin at a number that users rarely choose, and repeat after this many transfers.
 _FIRST_TAG, _TAGS = 1 << 20, 1 << 20
 
@@ -71,6 +91,21 @@ class TransferBatch(NamedTuple):
     is_staged: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The result of a verification on a rank.
+
+    Attributes:
+        differences: tensors whose elements on this rank differ from the source's, with the sender.
+        compared_bytes: the size of the compared elements, as they were sent.
+        left_out: names of tensors that cannot be compared.
+    """
+
+    differences: tuple[str, ...]
+    compared_bytes: int
+    left_out: tuple[str, ...]
+
+
 class Transfer:
     """A prepared movement of tensors between ranks. It can run any number of times.
 
@@ -84,6 +119,7 @@ class Transfer:
         group: of all ranks, which prepare and run alike.
         written: tensors of the caller that a run writes into, and a failed run leaves partly new.
         memory: the memory of `written`, where it has a version of its own.
+        contents: the tensors that `verify` compares.
         result: the name of what a run writes, for errors.
         in_background: see the attribute.
         confirms: whether all ranks confirm the end of a run, and raise if any rank failed.
@@ -96,12 +132,14 @@ class Transfer:
         written: Iterable[torch.Tensor] = (),
         memory: Iterable[torch.Tensor] = (),
         *,
+        contents: Contents = (),
         result: str = "the result",
         in_background: bool = False,
         confirms: bool = True,
     ) -> None:
         self.batches, self._group, self._result = batches, group, result
         self.in_background, self._confirms = in_background, confirms
+        self._contents = contents
         self._written = tuple(written)
         self._versioned = (*self._written, *memory)
         self._uncounted = consistency.list_uncounted(self._written)
@@ -224,6 +262,50 @@ class Transfer:
         consistency.count_runs(self._uncounted)
         self.is_done = True
 
+    def list_contents(self) -> Contents:
+        """Return the tensors that `verify` compares."""
+        return self._contents
+
+    def verify(self) -> Verification:
+        """Compare what the ranks have received with the sources as they are now, by digests.
+
+        All ranks call this, after they have agreed on the call.
+
+        Raises:
+            RunError: on every rank, elements that differ, with their tensors and ranks; or a rank
+                that does not answer.
+        """
+        group = self._group
+        sent: defaultdict[int, bytes] = defaultdict(bytes)
+        received: defaultdict[int, list[tuple[str, bytes]]] = defaultdict(list)
+        differences, left_out, compared_bytes = list[str](), list[str](), 0
+        for name, stages in self.list_contents():
+            if stages is None:
+                left_out.append(name)
+                continue
+            outgoing, incoming, local = list_pieces(stages, group.rank)
+            for (_, peer), pieces in outgoing.items():
+                sent[peer] += _digest(pieces)
+            for (_, peer), pieces in incoming.items():
+                received[peer].append((name, _digest(pieces)))
+                compared_bytes += sum(pieces.sizes_bytes)
+            for copy in local.get(0, ()):
+                compared_bytes += copy.target.nbytes
+                if not _has_same_bits(copy.target, copy.source.to(copy.target.dtype)):
+                    differences.append(f"{name} (of this rank's own source)")
+        with group.errors("nothing was compared"):
+            theirs = group.swap_bytes(
+                sent, {peer: len(named) * _DIGEST_BYTES for peer, named in received.items()}
+            )
+        for peer, named in received.items():
+            for number, (name, digest) in enumerate(named):
+                if theirs[peer][number * _DIGEST_BYTES :][:_DIGEST_BYTES] != digest:
+                    differences.append(f"{name} (from rank {peer})")
+        told = first_text(differences, _SHOWN)
+        problem = f"not the source's: {told}" if told else None
+        agree(CallSignature({"the comparison": b""}, problem), group)
+        return Verification(tuple(differences), compared_bytes, tuple(left_out))
+
     def _check_not_failed(self) -> None:
         if self.has_failed:
             raise RunError(f"this transfer failed; {self._result} is not usable")
@@ -280,6 +362,21 @@ class Transfer:
 def next_tag(group: RankGroup) -> int:
     """Return a tag for the messages of a transfer; the n-th of a group is equal on all ranks."""
     return _FIRST_TAG + group.next_number() % _TAGS
+
+
+def _digest(pieces: Iterable[Piece]) -> bytes:
+    """Return the digest of pieces, in the dtype in which they are sent."""
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for piece in pieces:
+        # The narrower of both types is sent, and its elements are exact in a wider target.
+        dense = piece.view.detach().to(piece.dtype).contiguous().flatten()
+        hasher.update(dense.view(torch.uint8).cpu().numpy())
+    return hasher.digest()
+
+
+def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    pair = [side.detach().contiguous().flatten().view(torch.uint8) for side in (first, second)]
+    return bool(torch.equal(*pair))
 
 
 def _call_all(calls: Calls) -> Exception | None:

@@ -38,7 +38,7 @@ from reshard.torch.exchange.changes import ChangedOnly, ChangeExchange, ChangeUn
 from reshard.torch.exchange.exchange import MessageExchange, find_partitioning
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.messages import RankTransfers, stage_transfers
-from reshard.torch.exchange.transfer import Transfer, TransferBatch
+from reshard.torch.exchange.transfer import Contents, Transfer, TransferBatch
 from reshard.torch.models.local_tensors import LocalTensors
 from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
@@ -47,16 +47,16 @@ from reshard.torch.refitting.plan import PartItem, RefitPart, staging_limit_byte
 from reshard.torch.refitting.transforms import Transform
 
 # The names of a model's tensors, and a number for each, equal for equal memory layouts.
-_Looks: TypeAlias = tuple[list[str], Sequence[int]]
+_NumberedNames: TypeAlias = tuple[list[str], Sequence[int]]
 # Items that differ only in their tensors, each with its number; or an item that is not only
 # exchanged.
 _Kind: TypeAlias = list[tuple[int, PartItem]]
 
 
-def _group(part: RefitPart, looks: list[_Looks]) -> list[list[_Kind]]:
+def _group(part: RefitPart, numbered: list[_NumberedNames]) -> list[list[_Kind]]:
     """Return, for each batch, the items that differ only in their tensors, and each other alone."""
     kinds: list[dict[object, _Kind]] = [{} for _ in range(part.batches)]
-    sources, targets = (dict(zip(*of_side, strict=True)) for of_side in looks)
+    sources, targets = (dict(zip(*of_side, strict=True)) for of_side in numbered)
     for number, item in enumerate(part.items):
         match = item.match
         key: object = number
@@ -107,7 +107,7 @@ class RefitTransfer(Transfer):
         changed_only: ChangedOnly = False,
         like: RefitTransfer | None = None,
     ) -> None:
-        self._changed_only = changed_only
+        self._part, self._changed_only = part, changed_only
         self._source, self._target, self._transforms = source.locals, target.locals, transforms
         self._group, self._device = group, device
         staging_bytes = 0
@@ -116,10 +116,12 @@ class RefitTransfer(Transfer):
             # Messages and staged elements share the limit.
             extra_bytes -= staging_limit_bytes(extra_bytes)
         self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
-        self._looks = [(list(s.locals), s.own_memory.numbers) for s in (source, target)]
+        self._numbered = [(list(s.locals), s.own_memory.numbers) for s in (source, target)]
         # The kinds of a part are the same if its tensors have equal memory layouts.
         self._kinds: list[list[_Kind]] = (
-            _group(part, self._looks) if like is None or like._looks != self._looks else like._kinds
+            like._kinds
+            if like is not None and like._numbered == self._numbered
+            else _group(part, self._numbered)
         )
         # The messages to send depend on this value, the part and the source. None if elements are
         # staged.
@@ -134,7 +136,7 @@ class RefitTransfer(Transfer):
             and like._source is self._source
         )
         known = like if is_known else None
-        contents = [self._list_contents(kinds, is_known) for kinds in self._kinds]
+        contents = [self._fill_batch(kinds, is_known) for kinds in self._kinds]
         self._shared: torch.Tensor | None = None
         # A single exchange allocates only the memory that its messages need.
         if sum(len(of.stages) + bool(changed_only) for of in contents) > 1:
@@ -195,7 +197,25 @@ class RefitTransfer(Transfer):
         for one in self._changes:
             one.is_whole = is_whole
 
-    def _list_contents(self, kinds: Iterable[_Kind], is_known: bool) -> _BatchContents:
+    def list_contents(self) -> Contents:
+        """Yield the tensors of the part with their transfers."""
+        rank = self._group.rank
+        for item in self._part.items:
+            match, stages = item.match, list[RankTransfers]()
+            is_plain = not match.made_at and item.chosen.program is None
+            if not is_plain or item.change.source.reduction is not None:
+                yield match.name, None
+                continue
+            before = match.source_view(self._source, rank)
+            after = match.target_view(self._target, rank)
+            for change, rows in item.stages:
+                ends = before, after, getattr(torch, match.dtype)
+                stages.append(RankTransfers.of(change, rows, rank, *ends))
+                # A forwarded tensor is compared with the rank that it was forwarded from.
+                before = after
+            yield match.name, stages
+
+    def _fill_batch(self, kinds: Iterable[_Kind], is_known: bool) -> _BatchContents:
         """Return the contents of a batch; without tensors that are only sent if `is_known`."""
         # Batches run in order, so all of them use the same memory.
         found = _BatchContents(self._staging)

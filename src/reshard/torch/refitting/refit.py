@@ -26,13 +26,12 @@ import torch.distributed as dist
 
 from reshard._contexts import pause_gc
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
-from reshard.text import first_text
 from reshard.torch.endpoint import is_sharded_array, lay_out_array
 from reshard.torch.exchange.agreement import CallSignature, agree, device_of, share
 from reshard.torch.exchange.consistency import find_unusable, written_states
 from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
 from reshard.torch.exchange.timeline import span
-from reshard.torch.exchange.transfer import BatchObserver
+from reshard.torch.exchange.transfer import BatchObserver, Verification
 from reshard.torch.forward_copies import forget_cached
 from reshard.torch.fully_sharded import free_gathered
 from reshard.torch.graph_breaks import break_graph
@@ -47,11 +46,8 @@ from reshard.torch.refitting.moves import RefitMoves, list_moves
 from reshard.torch.refitting.options import RefitOptions, RefitSettings
 from reshard.torch.refitting.plan import PartItem, RefitPart, list_complete_names
 from reshard.torch.refitting.planning import PlanningReport, find_transforms, plan_part
+from reshard.torch.refitting.replicas import compare_replicas
 from reshard.torch.refitting.transforms import Transform
-from reshard.torch.refitting.verification import Verification, verify_part
-from reshard.torch.refitting.verification import check_replicas as compare_replicas
-
-_SHOWN = 8
 
 
 def lay_out_arrays(model: Model) -> Model:
@@ -411,24 +407,12 @@ class Refit:
             RunError: on every rank, elements that differ, with their tensors and ranks; or a rank
                 that does not answer.
         """
-        with self._group.turn():
-            try:
-                return self._verify()
-            except BaseException as error:
-                # Errors such as lack of memory are collected, since others wait for this rank.
-                self._group.break_off(error)
-                raise
-
-    def _verify(self) -> Verification:
-        agree(CallSignature({"refit": self._digest}, self._problem()), self._group)
-        locals_of = (self._source.locals, self._target.locals)
-        if self._distant:
-            tied_sources.compare_distant(self._distant, locals_of[0], self._group)
-        found = verify_part(self._part, *locals_of, self._group)
-        told = first_text(found.differences, _SHOWN)
-        problem = f"not the source's: {told}" if told else None
-        agree(CallSignature({"refit": self._digest}, problem), self._group)
-        return found
+        # Errors such as lack of memory are raised on all ranks, since others wait for this rank.
+        with self._group.turn(), self._group.errors_on_all():
+            agree(CallSignature({"refit": self._digest}, self._problem()), self._group)
+            if self._distant:
+                tied_sources.compare_distant(self._distant, self._source.locals, self._group)
+            return self._transfer.verify()
 
     def _problem(self, checks_source: bool = True, computes: bool = False) -> str | None:
         """Return why this rank cannot run, or None. Frees gathered copies first."""
