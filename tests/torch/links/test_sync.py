@@ -13,10 +13,9 @@ pytest.importorskip("torch")
 from reshard.checkpoint.storage.threads import Progress, StoppedError
 from reshard.errors import LinkError, UsageError
 from reshard.torch.links.sync import (
-    BucketCounter,
     BucketEvent,
     FilledBuckets,
-    RunOptions,
+    RunControl,
     SyncReport,
     WeightSync,
     count_sent,
@@ -36,11 +35,12 @@ class Meeting(WeightSync):
     """A sync whose runs come to a place."""
 
     def __init__(self, place: Place, number: int = 0) -> None:
-        super().__init__("a test", number, place.turn)
+        members: Any = None
+        super().__init__(members, number, place.turn)
         self.place = place
         self.versions: list[int] = []
 
-    def _run(self, version: int, options: Any) -> SyncReport:
+    def _run(self, version: int, control: Any) -> SyncReport:
         try:
             self.place.barrier.wait(0.2)
             self.place.has_met = True
@@ -59,8 +59,8 @@ class Meeting(WeightSync):
 class Failing(Meeting):
     """A sync whose runs fail."""
 
-    def _run(self, version: int, options: Any) -> SyncReport:
-        super()._run(version, options)
+    def _run(self, version: int, control: Any) -> SyncReport:
+        super()._run(version, control)
         raise LinkError("it failed")
 
 
@@ -115,11 +115,10 @@ def test_one_that_fails_gives_its_turn_on(begins: bool) -> None:
 
 def test_events_come_with_the_batch_that_completes_them() -> None:
     told: list[Progress] = []
-    options = RunOptions(progress=told.append)
-    counter, events = BucketCounter(options), [BucketEvent("ab", 3), BucketEvent("c", 4)]
-    counter.expect(7)
+    control, events = RunControl(told.append), [BucketEvent("ab", 3), BucketEvent("c", 4)]
+    control.expect(7)
     # The refit has three batches: the second event comes with its first, the first with its last.
-    filled = FilledBuckets(options, counter, events, [2, 0])
+    filled = FilledBuckets(control, events, [2, 0])
     seen = []
     for number in range(3):
         filled.begin(number)
@@ -128,7 +127,7 @@ def test_events_come_with_the_batch_that_completes_them() -> None:
     assert seen == [[False, True], [False, True], [True, True]]
     assert told == [Progress(4, 7, 0, "c"), Progress(7, 7, 0, "b")]
     # A second refit that fills the engine tells nothing again.
-    FilledBuckets(options, counter, events, [0, 0]).end(0)
+    FilledBuckets(control, events, [0, 0]).end(0)
     assert len(told) == 2
     assert events[0].wait(0)
 
@@ -148,7 +147,7 @@ def test_an_event_that_will_not_come() -> None:
 
 def test_a_guard_is_left_when_a_bucket_fails() -> None:
     lock = threading.Lock()
-    filled = FilledBuckets(RunOptions(guard=lock), BucketCounter(RunOptions()), [], [])
+    filled = FilledBuckets(RunControl(guard=lock), [], [])
     filled.begin(0)
     assert lock.locked()
     filled.close()
@@ -157,14 +156,14 @@ def test_a_guard_is_left_when_a_bucket_fails() -> None:
 
 def test_a_run_stops_before_its_next_bucket() -> None:
     stop = threading.Event()
-    counter = BucketCounter(RunOptions(stop=stop))
-    sent = count_sent(counter, [8, 0], ["up", ""])
+    control = RunControl(stop=stop)
+    sent = count_sent(control, [8, 0], ["up", ""])
     sent.begin(0)
     stop.set()
     sent.end(0)
     with pytest.raises(StoppedError):
         sent.begin(1)
-    assert counter.is_stopped()
+    assert control.is_stopped
 
 
 @pytest.mark.parametrize(
@@ -177,4 +176,4 @@ def test_a_run_stops_before_its_next_bucket() -> None:
 )
 def test_what_a_run_does_not_take(given: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        RunOptions(**given)
+        RunControl(**given)

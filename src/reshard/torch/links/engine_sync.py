@@ -24,7 +24,8 @@ from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.timeline import span
 from reshard.torch.links import sync
-from reshard.torch.links.messages import BROKE, MISFIT, UNREACHABLE, ForwardOrder, Order, RunOutcome
+from reshard.torch.links.membership import LinkMembers
+from reshard.torch.links.messages import BROKE, MISFIT, UNREACHABLE, Order, RunOutcome
 from reshard.torch.links.relay_tree import BatchCallbacks, BucketGate, Relay, RelayThread
 from reshard.torch.refitting.refit import Refit
 
@@ -33,33 +34,28 @@ class EngineSync(sync.WeightSync):
     """An engine's side: its refits with all ranks of the trainer, and of other engines.
 
     Args:
-        label: the name of this process.
+        members: of the link.
         number: of the sync, among those of the link.
         turn: the lock of the link, held during a run.
-        engine: the number of the engine.
         refit: with the ranks of the trainer.
         group: of these ranks and the engine's.
-        meet: meet the other engine of a forward order; return the group, source ranks first.
         prepare: prepare the refit of a forward order, with the batch of each tensor if this is
             the source.
     """
 
     def __init__(
         self,
-        label: str,
+        members: LinkMembers,
         number: int,
         turn: threading.Lock,
         *,
-        engine: int,
         refit: Refit,
         group: RankGroup,
-        meet: Callable[[ForwardOrder], RankGroup],
         prepare: Callable[[RankGroup, bool, Mapping[str, int]], Refit],
     ) -> None:
-        super().__init__(label, number, turn)
+        super().__init__(members, number, turn)
         self.refit = refit
-        self._engine, self._group = engine, group
-        self._meet, self._prepare = meet, prepare
+        self._engine, self._group, self._prepare = members.own.number, group, prepare
         self._relays: dict[str, Relay] = {}
         self._is_mixed = False
 
@@ -67,12 +63,6 @@ class EngineSync(sync.WeightSync):
     def is_usable(self) -> bool:
         """Whether the engine's weights are of one version; False during a run."""
         return not self._is_mixed
-
-    def close(self, error: ReshardError) -> None:
-        """Leave all forward orders."""
-        for relay in self._relays.values():
-            relay.group.break_off(error)
-        self._relays.clear()
 
     def _check_version(self, version: int | None) -> int:
         if version is not None:
@@ -87,23 +77,20 @@ class EngineSync(sync.WeightSync):
             if names
         )
 
-    def _run(self, version: int, options: sync.RunOptions) -> sync.SyncReport:
-        counter = sync.BucketCounter(options)
-        if counter.is_stopped():
+    def _run(self, version: int, control: sync.RunControl) -> sync.SyncReport:
+        if control.is_stopped:
             raise InterruptedRunError("stopped before the trainer's weights came")
-        counter.expect(sum(event.size_bytes for event in self.buckets))
+        control.expect(sum(event.size_bytes for event in self.buckets))
         try:
-            return self._follow_orders(options, counter)
+            return self._follow_orders(control)
         except BaseException as error:
             for event in self.buckets:
                 event._fail(error)
-            if counter.is_stopped() and isinstance(error, LinkError):
+            if control.is_stopped and isinstance(error, LinkError):
                 raise InterruptedRunError(f"stopped: {error}") from error
             raise
 
-    def _follow_orders(
-        self, options: sync.RunOptions, counter: sync.BucketCounter
-    ) -> sync.SyncReport:
+    def _follow_orders(self, control: sync.RunControl) -> sync.SyncReport:
         has = "no weights of the trainer's" if self.version is None else f"version {self.version}"
         begun_s, outcome, order = 0.0, RunOutcome(), None
         sent_bytes = received_bytes = 0
@@ -111,7 +98,7 @@ class EngineSync(sync.WeightSync):
             try:
                 order = self._hear_order()
                 begun_s = begun_s or time.perf_counter()
-                own, filled, sent = self._fill(order, options, counter)
+                own, filled, sent = self._fill(order, control)
                 sent_bytes, received_bytes = sent_bytes + sent, received_bytes + filled
                 if not own.lacks:
                     self.version, has = order.version, f"version {order.version}"
@@ -140,9 +127,7 @@ class EngineSync(sync.WeightSync):
             self._group.break_off(error)
             raise
 
-    def _fill(
-        self, order: Order, options: sync.RunOptions, counter: sync.BucketCounter
-    ) -> tuple[RunOutcome, int, int]:
+    def _fill(self, order: Order, control: sync.RunControl) -> tuple[RunOutcome, int, int]:
         """Receive the weights and forward them; return outcome, received and sent bytes."""
         ended = self._keep_hand_ons(order)
         feed = order.feed_of(self._engine)
@@ -150,7 +135,7 @@ class EngineSync(sync.WeightSync):
         if feed is not None and feed.meeting in self._relays:
             ahead = self._relays[feed.meeting].refit
         gate, lacks = BucketGate(), ""
-        filled = sync.FilledBuckets(options, counter, self.buckets, self._find_needs(ahead))
+        filled = sync.FilledBuckets(control, self.buckets, self._find_needs(ahead))
         threads = [
             RelayThread(relay, ahead, gate)
             for relay in self._relays.values()
@@ -218,7 +203,7 @@ class EngineSync(sync.WeightSync):
                 continue
             try:
                 with span("meet another engine"):
-                    group = self._meet(hand_on)
+                    group = self._members.meet_engine(hand_on)
             except ReshardError as error:
                 ended[hand_on.meeting] = UNREACHABLE, str(error)
                 continue

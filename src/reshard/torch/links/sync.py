@@ -39,6 +39,7 @@ from reshard.checkpoint.storage import threads
 from reshard.errors import LinkError, UsageError
 from reshard.torch.exchange.timeline import Timeline, span
 from reshard.torch.graph_breaks import break_graph
+from reshard.torch.links.membership import LinkMembers
 from reshard.torch.links.relay_tree import BatchCallbacks
 
 
@@ -81,38 +82,41 @@ class BucketEvent:
             self._ended.set()
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """The options of a run, see `WeightSync.run`. Raises UsageError."""
+class RunControl:
+    """How the caller follows and stops a run (`WeightSync.run`). Several threads report buckets.
 
-    progress: threads.ProgressFunction | None = None
-    stop: threading.Event | None = None
-    guard: AbstractContextManager[Any] | None = None
-    trace: str | os.PathLike[str] | None = None
+    Args:
+        progress: called after every bucket.
+        stop: ends the run before its next bucket.
+        guard: held while a bucket is written.
 
-    def __post_init__(self) -> None:
-        threads.check_stop_event(self.stop)
-        if self.progress is not None and not callable(self.progress):
-            raise UsageError(f"progress={self.progress!r}; give a function of a Progress")
-        if self.guard is not None and not hasattr(type(self.guard), "__enter__"):
-            raise UsageError(f"guard={self.guard!r}; give a lock, or what `with` takes")
+    Raises UsageError.
+    """
 
-
-class BucketCounter:
-    """The progress of a run and its stop. Several threads report buckets to it."""
-
-    def __init__(self, options: RunOptions) -> None:
-        self._options = options
+    def __init__(
+        self,
+        progress: threads.ProgressFunction | None = None,
+        stop: threading.Event | None = None,
+        guard: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        threads.check_stop_event(stop)
+        if progress is not None and not callable(progress):
+            raise UsageError(f"progress={progress!r}; give a function of a Progress")
+        if guard is not None and not hasattr(type(guard), "__enter__"):
+            raise UsageError(f"guard={guard!r}; give a lock, or what `with` takes")
+        self.guard = guard
+        self._progress, self._stop = progress, stop
         self._done_bytes = self._total_bytes = 0
         self._turn = threading.Lock()
 
     def check(self) -> None:
         """Raise StoppedError if the caller wants the run to end."""
-        threads.check_stop(self._options.stop)
+        threads.check_stop(self._stop)
 
+    @property
     def is_stopped(self) -> bool:
-        """Return whether the caller asked the run to stop."""
-        return self._options.stop is not None and self._options.stop.is_set()
+        """Whether the caller asked the run to stop."""
+        return self._stop is not None and self._stop.is_set()
 
     def expect(self, size_bytes: int) -> None:
         """Add bytes to the total."""
@@ -123,50 +127,46 @@ class BucketCounter:
         """Add bytes that are done, and report the progress."""
         with self._turn:
             self._done_bytes += size_bytes
-            if self._options.progress is not None:
-                told = threads.Progress(self._done_bytes, self._total_bytes, 0, name)
-                self._options.progress(told)
+            if self._progress is not None:
+                self._progress(threads.Progress(self._done_bytes, self._total_bytes, 0, name))
 
 
 def count_sent(
-    counter: BucketCounter, sent_bytes: Sequence[int], names: Sequence[str]
+    control: RunControl, sent_bytes: Sequence[int], names: Sequence[str]
 ) -> BatchCallbacks:
     """Return callbacks that count the batches that a rank of the trainer sends to an engine."""
-    counter.expect(sum(sent_bytes))
+    control.expect(sum(sent_bytes))
 
     def count(number: int) -> None:
         if sent_bytes[number]:
-            counter.add(sent_bytes[number], names[number])
+            control.add(sent_bytes[number], names[number])
 
-    return BatchCallbacks(lambda _: counter.check(), count)
+    return BatchCallbacks(lambda _: control.check(), count)
 
 
 class FilledBuckets:
     """Observes the batches of a refit that fills an engine, and updates events and progress.
 
     Args:
-        options: of the run.
-        counter: of the run; it continues if a second refit has to fill the engine.
+        control: of the run; its progress continues if a second refit has to fill the engine.
         events: of all buckets.
         needs: for each event, the batch of the refit that completes it.
     """
 
     def __init__(
         self,
-        options: RunOptions,
-        counter: BucketCounter,
+        control: RunControl,
         events: Sequence[BucketEvent],
         needs: Sequence[int],
     ) -> None:
-        self._options, self._counter = options, counter
-        self._events, self._needs = events, needs
+        self._control, self._events, self._needs = control, events, needs
         self._held = ExitStack()
 
     def begin(self, number: int) -> None:
         """Wait until a batch may be written."""
-        self._counter.check()
-        if self._options.guard is not None:
-            self._held.enter_context(self._options.guard)
+        self._control.check()
+        if self._control.guard is not None:
+            self._held.enter_context(self._control.guard)
 
     def end(self, number: int) -> None:
         """Mark the events that a batch completes."""
@@ -174,7 +174,7 @@ class FilledBuckets:
         for event, need in zip(self._events, self._needs, strict=True):
             if need == number and not event.is_done:
                 event._set()
-                self._counter.add(event.size_bytes, event.names[-1])
+                self._control.add(event.size_bytes, event.names[-1])
 
     def close(self) -> None:
         """Release the guard at the end of the run."""
@@ -213,9 +213,9 @@ class WeightSync:
     engine, `buckets` are the events of the most recently started run, in their order.
     """
 
-    def __init__(self, label: str, number: int, turn: threading.Lock) -> None:
-        # The name of this process, and the number of the sync in the link.
-        self._label, self._number = label, number
+    def __init__(self, members: LinkMembers, number: int, turn: threading.Lock) -> None:
+        # The number of the sync in the link.
+        self._members, self._number = members, number
         self.version: int | None = None
         self.buckets: tuple[BucketEvent, ...] = ()
         self.report: SyncReport | None = None
@@ -276,7 +276,7 @@ class WeightSync:
             UsageError: a version that is not an integer of at least 0, or is below the last
                 version.
         """
-        options = RunOptions(progress, stop, guard, trace)
+        control = RunControl(progress, stop, guard)
         self._turn.acquire()
         begun: threading.Thread | None = None
         try:
@@ -285,12 +285,15 @@ class WeightSync:
             self.buckets = self._list_buckets()
             self._free_gathered()
             if not async_op:
-                self.report = self._run_traced(version, options)
+                self.report = self._run_traced(version, control, trace)
                 return self.report
             self._error = None
             # A daemon thread, since a peer that never answers must not keep the process alive.
             thread = threading.Thread(
-                target=self._run_beside, args=(version, options), name="reshard sync", daemon=True
+                target=self._run_beside,
+                args=(version, control, trace),
+                name="reshard sync",
+                daemon=True,
             )
             thread.start()
             self._thread = begun = thread
@@ -335,32 +338,34 @@ class WeightSync:
     def _free_gathered(self) -> None:
         """Free FSDP2's gathered copies of a trainer, since this thread may compute later."""
 
-    def _run_beside(self, version: int, options: RunOptions) -> None:
+    def _run_beside(self, *run: Any) -> None:
         try:
-            self.report = self._run_traced(version, options)
+            self.report = self._run_traced(*run)
         except BaseException as error:
             self._error = error
         finally:
             self._turn.release()
 
-    def _run_traced(self, version: int, options: RunOptions) -> SyncReport:
-        if options.trace is None:
-            return self._run(version, options)
+    def _run_traced(
+        self, version: int, control: RunControl, trace: str | os.PathLike[str] | None
+    ) -> SyncReport:
+        if trace is None:
+            return self._run(version, control)
         # Failed runs are traced, too. A trace that cannot be written fails before the run.
         try:
-            path = Path(options.trace)
+            path = Path(trace)
             path.write_text("")
         except (OSError, TypeError) as error:
-            raise UsageError(f"trace={options.trace!r}: {error}; give a file to write") from error
-        timeline = Timeline(self._label)
+            raise UsageError(f"trace={trace!r}: {error}; give a file to write") from error
+        timeline = Timeline(f"{self._members.own.name} rank {self._members.rank}")
         try:
             with timeline.recording(), span("run"):
-                return self._run(version, options)
+                return self._run(version, control)
         finally:
             with path.open("w", encoding="utf-8") as file:
                 timeline.write(file)
 
-    def _run(self, version: int, options: RunOptions) -> SyncReport:
+    def _run(self, version: int, control: RunControl) -> SyncReport:
         raise NotImplementedError
 
     def _check_version(self, version: int | None) -> int:

@@ -16,119 +16,24 @@ import contextvars
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from reshard.errors import InterruptedRunError, LinkError, ReshardError, RunError, UsageError
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.links.handshake import Announcement, wait_for_keys
-from reshard.torch.links.heartbeat import Heartbeat
+from reshard.torch.links.membership import LinkMembers, RunSummary
 from reshard.torch.links.messages import (
     BROKE,
     MISFIT,
     ForwardOrder,
     Order,
     RunOutcome,
-    read_message,
     write_message,
 )
 from reshard.torch.links.relay_tree import RelayedEngine, assign_turns, plan_relays
-from reshard.torch.links.sealed_store import SealedStore
-from reshard.torch.links.sync import BucketCounter, RunOptions, SyncReport, WeightSync, count_sent
+from reshard.torch.links.sync import RunControl, SyncReport, WeightSync, count_sent
 from reshard.torch.refitting.refit import Refit
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """The result of a run, as observed by ranks of a trainer.
-
-    An engine may leave once it has the weights, before all of the trainer's ranks know: it counts
-    as served if any rank knows, and is dropped if any rank does not.
-
-    Attributes:
-        engines: by name, the seconds until it had the weights, and the sender.
-        lost: reasons why engines were given up, by name.
-        given_up: their numbers, if they were present when the run began.
-        trainer_bytes: the bytes sent by all ranks of the trainer.
-
-    >>> seen = RunSummary({"a": (0.5, "trainer")}), RunSummary({}, {"a": "it left"}, (3,))
-    >>> found = RunSummary.merge(seen)
-    >>> found.engines, found.lost, found.given_up
-    ({'a': (0.5, 'trainer')}, {'a': 'it left'}, (3,))
-    """
-
-    engines: Mapping[str, tuple[float, str]]
-    lost: Mapping[str, str] = field(default_factory=dict)
-    given_up: tuple[int, ...] = ()
-    trainer_bytes: int = 0
-
-    @classmethod
-    def merge(cls, accounts: Sequence[RunSummary]) -> RunSummary:
-        """Return the summary of all ranks; if they differ, the first counts."""
-        reversed_order = accounts[::-1]
-        return cls(
-            {
-                name: served
-                for account in reversed_order
-                for name, served in account.engines.items()
-            },
-            {name: why for account in reversed_order for name, why in account.lost.items()},
-            tuple(sorted({number for account in reversed_order for number in account.given_up})),
-            max(account.trainer_bytes for account in reversed_order),
-        )
-
-
-_SUMMARY = "account of a run"
-
-
-def exchange_summaries(
-    store: SealedStore,
-    place: str,
-    own: RunSummary,
-    trainer: Announcement,
-    rank: int,
-    timeout_s: float,
-    presence: Heartbeat,
-) -> RunSummary:
-    """Return the summary of a run, equal on all ranks of a trainer. All of them call this.
-
-    The first rank combines the summaries of all, and returns once all have read the result: the
-    store is in its process, which may end then. Nothing is left at the store.
-
-    Args:
-        place: the key at the store, used in this run only.
-        own: this rank's summary.
-        rank: of this process among the trainer's.
-        timeout_s: how long this rank waits for others.
-
-    Raises:
-        LinkError: a rank does not report its summary.
-    """
-    if trainer.ranks == 1:
-        store.delete_key(place)
-        return own
-    found_at = f"{place}/account"
-    said_at, read_at = (
-        {other: f"{place}/{what}/{other}" for other in range(1, trainer.ranks)}
-        for what in ("said", "read")
-    )
-    if rank:
-        store.set(said_at[rank], write_message(own))
-        wait_for_keys(store, {0: found_at}, timeout_s, trainer, presence)
-        combined = read_message(RunSummary, store.get(found_at), _SUMMARY)
-        store.set(read_at[rank], "")
-        return combined
-    wait_for_keys(store, said_at, timeout_s, trainer, presence)
-    summaries = [read_message(RunSummary, store.get(key), _SUMMARY) for key in said_at.values()]
-    combined = RunSummary.merge([own, *summaries])
-    store.set(found_at, write_message(combined))
-    # A rank that ends before it reads this does not need it, and the next run raises.
-    with contextlib.suppress(LinkError):
-        wait_for_keys(store, read_at, timeout_s, trainer, presence)
-        for key in (place, found_at, *said_at.values(), *read_at.values()):
-            store.delete_key(key)
-    return combined
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +59,7 @@ class _EngineRun:
         group: RankGroup,
         prepared: _PreparedEngine,
         order: Order,
-        counter: BucketCounter,
+        control: RunControl,
         when_lost: Callable[[int], None],
     ) -> None:
         self.number, self.name, self.prepared = number, name, prepared
@@ -165,7 +70,7 @@ class _EngineRun:
         self.sent_bytes = 0
         self.is_direct = False
         self._group, self._when_lost = group, when_lost
-        self._counter = counter
+        self._control = control
         self._begun_s = time.perf_counter()
         self._thread = _begin_thread(name, self._run)
 
@@ -200,7 +105,7 @@ class _EngineRun:
         if self.is_direct:
             refit = self.prepared.refit
             names = [of_batch[-1] if of_batch else "" for of_batch in refit.source_names]
-            refit.run(count_sent(self._counter, refit.batch_sent_bytes, names), computes=True)
+            refit.run(count_sent(self._control, refit.batch_sent_bytes, names), computes=True)
             self.sent_bytes = refit.sent_bytes
         self.outcome = RunOutcome.read(gather(b"", self._group).values())
 
@@ -218,42 +123,27 @@ class TrainerSync(WeightSync):
     """The trainer's side of a weight sync.
 
     Args:
-        label: the name of this process.
+        members: of the link.
         number: of the sync, among those of the link.
         turn: the lock of the link, held during a run.
-        ranks: of the trainer.
         relays: whether engines forward weights.
         needs_alike: whether only engines of the same kind may forward to each other.
         prepare: prepare a refit with the ranks of an engine.
-        begin: find and prepare the engines of a run; return the run's key in the store, and number,
-            name and group of each engine.
-        give_up: drop an engine that failed, with a reason.
-        take_lost: return the engines dropped since the last call, with reasons.
-        interrupt: end the waiting at a meeting, on behalf of a rank that cannot come.
-        exchange_summaries: combine this rank's summary of a run with those of the other ranks.
     """
 
     def __init__(
         self,
-        label: str,
+        members: LinkMembers,
         number: int,
         turn: threading.Lock,
         *,
-        ranks: int,
         relays: bool,
         needs_alike: bool,
         prepare: Callable[[RankGroup], Refit],
-        begin: Callable[[], tuple[str, list[tuple[int, str, RankGroup]]]],
-        give_up: Callable[[int, str], None],
-        take_lost: Callable[[], dict[str, str]],
-        interrupt: Callable[[ForwardOrder, int], None],
-        exchange_summaries: Callable[[str, RunSummary], RunSummary],
     ) -> None:
-        super().__init__(label, number, turn)
-        self._ranks, self._relays, self._needs_alike = ranks, relays, needs_alike
-        self._prepare, self._begin, self._give_up = prepare, begin, give_up
-        self._take_lost, self._interrupt = take_lost, interrupt
-        self._exchange_summaries = exchange_summaries
+        super().__init__(members, number, turn)
+        self._ranks = members.own.ranks
+        self._relays, self._needs_alike, self._prepare = relays, needs_alike, prepare
         self._engines: dict[int, _PreparedEngine] = {}
         # Used by the first rank, which decides.
         self._hand_ons: dict[tuple[int, int], ForwardOrder] = {}
@@ -295,14 +185,13 @@ class TrainerSync(WeightSync):
             )
         return version
 
-    def _run(self, version: int, options: RunOptions) -> SyncReport:
-        if options.guard is not None:
+    def _run(self, version: int, control: RunControl) -> SyncReport:
+        if control.guard is not None:
             raise UsageError("guard= on a trainer, whose weights are not written; give it engines")
-        counter = BucketCounter(options)
-        if counter.is_stopped():
+        if control.is_stopped:
             raise InterruptedRunError(f"stopped before version {version} was sent")
         begun_s = time.perf_counter()
-        place, engines = self._begin()
+        place, engines = self._members.begin_run()
         names = {number: name for number, name, _ in engines}
         orders = self._make_orders(version, [(number, group) for number, _, group in engines])
         services = [
@@ -312,7 +201,7 @@ class TrainerSync(WeightSync):
                 group,
                 self._engines[number],
                 orders[number],
-                counter,
+                control,
                 self._release_waiting,
             )
             for number, name, group in engines
@@ -324,30 +213,30 @@ class TrainerSync(WeightSync):
         for service in services:
             if isinstance(service.error, ReshardError):
                 # The other engines continue, and this engine may reconnect.
-                self._give_up(service.number, str(service.error))
+                self._members.give_up(service.number, str(service.error))
             else:
                 failed = failed or service.error
         for service in served:
             self._note_ended(service.outcome.ended)
         own = RunSummary(
             {one.name: (one.seconds, self._name_feed(one, names)) for one in served},
-            self._take_lost(),
+            self._members.take_lost(),
             tuple(one.number for one in services if one.error is not None),
             sum(one.prepared.sent_bytes for one in served if one.is_direct),
         )
         if failed is not None:
             # The other ranks need not wait for this rank.
             with contextlib.suppress(LinkError):
-                self._exchange_summaries(place, own)
+                self._members.settle(place, own)
             raise failed
-        account = self._exchange_summaries(place, own)
+        account = self._members.settle(place, own)
         for service in served:
             if service.number in account.given_up:
-                self._give_up(service.number, account.lost.get(service.name, "it is lost"))
-                self._take_lost()
+                self._members.give_up(service.number, account.lost.get(service.name, "it is lost"))
+                self._members.take_lost()
         if not account.engines:
             told = "; ".join(f"{name}: {why}" for name, why in account.lost.items())
-            if counter.is_stopped():
+            if control.is_stopped:
                 raise InterruptedRunError(f"stopped; no engine has version {version}: {told}")
             raise LinkError(
                 f"no engine has version {version}: {told or 'none is there'}; run again once one is"
@@ -408,7 +297,7 @@ class TrainerSync(WeightSync):
         """End the waiting of engines for a lost engine."""
         for hand_on in list(self._hand_ons.values()):
             if number in (hand_on.source, hand_on.target):
-                self._interrupt(hand_on, number)
+                self._members.interrupt(hand_on, number)
 
     def _note_ended(self, ended: Mapping[str, tuple[str, str]]) -> None:
         """Record ended forward orders; those of a lost engine are forgotten already."""
