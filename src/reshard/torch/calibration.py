@@ -48,7 +48,8 @@ from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.plans.estimates import find_copies
 from reshard.sharding import ShardingSpec, spec
-from reshard.torch.exchange.agreement import device_of, run_errors
+from reshard.torch.exchange.agreement import device_of
+from reshard.torch.exchange.groups import rank_group
 from reshard.torch.redistribution import redistribute
 
 SMALLEST_BYTES = 1 << 12
@@ -325,14 +326,14 @@ def calibrate(
     began_s = time.monotonic()
     ranks = dist.get_world_size()
     backend = dist.get_backend()
-    with run_errors("nothing was measured"):
+    with rank_group(None).errors("nothing was measured"):
         names: list[str] = [""] * ranks
         dist.all_gather_object(names, host_name or socket.gethostname())
     hosts = hosts_of(names)
     per_host = ranks // hosts
     kinds = KINDS_ON_GLOO if backend == "gloo" else KINDS_ELSEWHERE
     cases = cases_of(hosts, per_host, largest_bytes, kinds)
-    with run_errors("nothing was written"):
+    with rank_group(None).errors("nothing was written"):
         taken_s = _measure_rounds(cases, seconds_s, progress)
         # Each rank fits the first rank's medians, so that all have the same preset.
         shared: list[Any] = [None]

@@ -46,7 +46,7 @@ from reshard.notation.partitioned import PartitionedShard
 from reshard.plans.schedule import limit_message_bytes
 from reshard.runs import IntArray
 from reshard.torch.endpoint import Description, local_of
-from reshard.torch.exchange.agreement import CallSignature, agree, run_errors
+from reshard.torch.exchange.agreement import CallSignature, agree
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
 from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.packing.copies import empty_result
@@ -230,7 +230,7 @@ def exchange_splits(axis: AxisRanks, partitions: int, sizes: IntArray, is_aligni
         expected = list(map(len, owned_by))
     others = [place for place in range(len(axis)) if place != axis.position]
     # Do not use the process group's own collectives, in which others would wait for a failed rank.
-    with run_errors("nothing was moved", axis.group):
+    with rank_group(axis.group).errors("nothing was moved"):
         received = rank_group(axis.group).swap_bytes(
             {axis.members[n]: outgoing[n].tobytes() for n in others if len(outgoing[n])},
             {axis.members[n]: 8 * expected[n] for n in others if expected[n]},
@@ -250,7 +250,7 @@ def gather_splits(axis: AxisRanks, sizes: Sequence[int], most: int) -> IntArray:
     """
     own = torch.zeros(most, dtype=torch.int64)
     own[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64)
-    with run_errors("nothing was moved", axis.group):
+    with rank_group(axis.group).errors("nothing was moved"):
         found = rank_group(axis.group).all_gather(own)
     gathered = np.empty((len(axis), most), dtype=np.int64)
     for place, row in zip(axis.in_group_order, found, strict=True):

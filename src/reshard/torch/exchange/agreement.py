@@ -28,7 +28,6 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
@@ -47,7 +46,7 @@ _MAX_SHOWN = 200
 # Less than any half of a digest, of either sign.
 _NOTHING = -(1 << 62)
 _MOST_NOTES = 8
-_UNFINISHED = "some rank did not finish"
+_END = {"the end of a run": b""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +115,8 @@ def confirm(group: Group = None, error: Exception | None = None) -> None:
         PlanError: a rank is at another point, such as threads that call in another order.
     """
     problem = None if error is None else f"{type(error).__name__}: {error}"
-    _compare(
-        CallSignature({"the end of a run": b""}, problem), rank_group(group), _UNFINISHED, error
-    )
+    signature = CallSignature(_END, problem)
+    _compare(signature, rank_group(group), "some rank did not finish", error)
 
 
 def _compare(
@@ -130,11 +128,12 @@ def _compare(
     digits = [_NOTHING] * 4 if intent.is_open else [low, high, -low, -high]
     name = threading.current_thread().name
     caller = _hash_name(name)
-    threads = [int(group.has_threads), caller, -caller]
+    threads = [int(group.compares_thread(name)), caller, -caller]
     # Always the same number of values, so that ranks with different calls can compare them.
     notes = [*intent.notes, *[0] * (_MOST_NOTES - len(intent.notes))]
     numbers = [int(intent.problem is not None), *digits, *threads, *notes]
-    with group.errors(otherwise):
+    # Not by `group.errors`: a generator for each agreement takes longer than the rest of this.
+    try:
         most = group.allreduce_max(numbers)
         has_problem, *digits = most[:5]
         has_threads, greatest, least = most[5:8]
@@ -146,6 +145,8 @@ def _compare(
             _raise_difference(intent, group)
         if has_threads and greatest != -least:
             _raise_threads(name, group)
+    except RuntimeError as error:
+        group.lose(otherwise, error)
     return tuple(most[8 : 8 + len(intent.notes)])
 
 
@@ -153,11 +154,6 @@ def _compare(
 @lru_cache(maxsize=64)
 def _hash_name(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
-
-
-def run_errors(otherwise: str, group: Group = None) -> AbstractContextManager[None]:
-    """Convert errors of torch to RunError, with the prefix `otherwise`."""
-    return rank_group(group).errors(otherwise)
 
 
 def _raise_problems(

@@ -47,7 +47,7 @@ from reshard.checkpoint.deltas.encoding import Coding, encode_words, list_positi
 from reshard.errors import FormatError, RunError, UsageError
 from reshard.layout import Layout
 from reshard.plans.schedule import align, limit_message_bytes
-from reshard.torch.exchange.exchange import LostMessageError, MessageExchange, exchange_errors
+from reshard.torch.exchange.exchange import LostMessageError, MessageExchange, fail_on_all
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.copies import WORDS, copier, empty_bytes
 from reshard.torch.exchange.packing.messages import RankMessage, RankTransfers, list_messages
@@ -250,11 +250,14 @@ class ChangeExchange:
         # If another thread finds that a rank is lost, it drops the messages of this exchange too.
         self._group.running.add(self)
         self.sent_bytes = self.received_bytes = 0
-        with exchange_errors(self, self._group, "a message did not arrive"):
+        try:
             try:
                 self._move()
             except RuntimeError as error:
                 raise LostMessageError(str(error)) from error
+        except BaseException as error:
+            fail_on_all(self, self._group, "a message did not arrive", error)
+            raise
 
     def _remember(self) -> None:
         """Keep the sent elements, after all of them were sent in stages."""

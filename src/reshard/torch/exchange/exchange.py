@@ -33,15 +33,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from reshard.errors import RunError
-from reshard.geometry.layout_change import LayoutChange
 from reshard.plans import schedule
 from reshard.runs import IntArray
 from reshard.torch.exchange.agreement import Group
@@ -358,7 +356,11 @@ class MessageExchange:
             by_region,
             None if like is None else [one.message for one in like.list_sent()],
         )
-        self._partial = [one for one in tensors if _is_partial(one.change)]
+        self._partial = [
+            one
+            for one in tensors
+            if max(one.change.source.contributions, one.change.target.contributions) > 1
+        ]
         self._copies = copiers((one.target, one.source) for one in copies)
         self.sent_bytes = sum(m.size_bytes for m in messages if m.is_sent)
         self.received_bytes = sum(m.size_bytes for m in messages if not m.is_sent)
@@ -521,12 +523,15 @@ class MessageExchange:
         self._is_running = True
         # If another thread finds that a rank is lost, it drops the messages of this exchange too.
         self._group.running.add(self)
-        with exchange_errors(self, self._group, "a message could not be sent"):
+        try:
             self._post_what_can_be()
             # Copies run while the first messages are in flight.
             with span("copy what stays"):
                 for copy in self._copies:
                     copy()
+        except BaseException as error:
+            fail_on_all(self, self._group, "a message could not be sent", error)
+            raise
 
     def finish(self) -> None:
         """Wait for the posted messages, and process the rest.
@@ -536,13 +541,16 @@ class MessageExchange:
         """
         if not self._is_running:
             raise RunError("this exchange has not started")
-        with exchange_errors(self, self._group, "a message did not arrive"):
+        try:
             # Some messages wait for memory: complete the steps that occupy it, the earliest first.
             while waiting := self._post_what_can_be():
                 for before in min(waiting, key=lambda step: step.key).follows:
                     self._complete(before)
             for step in self._steps:
                 self._complete(step)
+        except BaseException as error:
+            fail_on_all(self, self._group, "a message did not arrive", error)
+            raise
         self._is_running = False
         try:
             for tensor in self._partial:
@@ -642,8 +650,11 @@ class MessageExchange:
                     if one.near is not None:
                         self._give_back(one.near)
                         one.near = None
-            for copy in step.copies:
-                copy_or_combine(copy.target, copy.source, copy.reduction)
+            for target, source, reduction in step.copies:
+                if reduction is None:
+                    target.copy_(source)
+                else:
+                    combine(reduction, target, source)
         step.is_done = True
 
     def _give_back(self, near: NearMessage) -> None:
@@ -672,19 +683,18 @@ class LostMessageError(Exception):
     """A message that cannot be sent, or does not arrive."""
 
 
-@contextmanager
-def exchange_errors(exchange: Any, group: RankGroup, problem: str) -> Iterator[None]:
-    """Leave an exchange failed if it is interrupted; errors of torch become a RunError."""
-    try:
-        yield
-    except BaseException as error:
-        exchange.fail()
-        if isinstance(error, LostMessageError):
-            group.lose(problem, error)
-        group.break_off(error)
-        if isinstance(error, RuntimeError):
-            raise RunError(f"{problem}: {error}") from error
-        raise
+def fail_on_all(exchange: Any, group: RankGroup, problem: str, error: BaseException) -> None:
+    """Leave an exchange failed on all ranks. Raise a RunError for torch's errors.
+
+    The caller raises other errors itself: a frame here that raised them would be kept by the error
+    that it has.
+    """
+    exchange.fail()
+    if isinstance(error, LostMessageError):
+        group.lose(problem, error)
+    group.break_off(error)
+    if isinstance(error, RuntimeError):
+        raise RunError(f"{problem}: {error}") from error
 
 
 def limit_messages(tensors: Iterable[RankTransfers], extra_bytes: int, peers: int = 1) -> int:
@@ -701,16 +711,3 @@ def limit_messages(tensors: Iterable[RankTransfers], extra_bytes: int, peers: in
                     moved[way] += elements * dtype.itemsize
         schedule.limit_message_bytes(extra_bytes, peers, max(moved))
     return message_bytes
-
-
-def copy_or_combine(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:
-    """Copy a received piece into its target, or combine it with the target."""
-    if reduction is None:
-        target.copy_(source)
-    else:
-        combine(reduction, target, source)
-
-
-def _is_partial(change: LayoutChange) -> bool:
-    """Return whether a side consists of contributions."""
-    return max(change.source.contributions, change.target.contributions) > 1

@@ -28,6 +28,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -54,6 +55,17 @@ from reshard.torch.exchange.rendezvous import Rendezvous, meet
 CPU = torch.device("cpu")
 # Default names of threads, whose numbers differ between ranks with equal calls.
 _UNNAMED = re.compile(r"MainThread$|(Thread|Dummy|ThreadPoolExecutor)-\d+")
+
+
+# Cached, since a thread compares its name in every call.
+@lru_cache(maxsize=64)
+def is_named_thread(name: str) -> bool:
+    """Return whether the user named a thread.
+
+    >>> is_named_thread("MainThread"), is_named_thread("Thread-3 (run)"), is_named_thread("loader")
+    (False, False, True)
+    """
+    return _UNNAMED.match(name) is None
 
 
 class RankGroup:
@@ -238,16 +250,17 @@ class RankGroup:
         Each call still takes its own `turn`.
         """
         # Count before the turn: a thread in the middle of a run must know that another waits.
-        self._threads.add(threading.current_thread())
-        self._has_threads |= sum(thread.is_alive() for thread in list(self._threads)) > 1
+        thread = threading.current_thread()
+        if thread not in self._threads:
+            self._threads.add(thread)
+            # Threads that ended before this one came do not come again.
+            self._has_threads |= sum(one.is_alive() for one in list(self._threads)) > 1
         with self._turn:
             yield
 
-    @property
-    def has_threads(self) -> bool:
-        """Return whether the calling thread matters: several use the group, or it was named."""
-        name = threading.current_thread().name
-        return self._compares_threads and (self._has_threads or not _UNNAMED.match(name))
+    def compares_thread(self, name: str) -> bool:
+        """Return whether calls of a thread of this name may differ from those of others."""
+        return self._compares_threads and (self._has_threads or is_named_thread(name))
 
     def allreduce_max(self, numbers: Sequence[int]) -> list[int]:
         """Return the maximum over ranks of each of a few 64-bit integers, as many on every rank.
