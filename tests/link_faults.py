@@ -55,7 +55,7 @@ _EXCHANGE = "reshard.torch.exchange"
 POINTS: Mapping[str, Point] = {
     "before the store": Point("connect", f"{_LINK}:LinkAddress.open_store", is_early=True),
     "before it is announced": Point("connect", f"{_LINKS}.handshake:announce", is_early=True),
-    "before its card": Point("connect", f"{_LINK}:meet_at", is_early=True),
+    "before its card": Point("connect", f"{_LINKS}.membership:meet_at", is_early=True),
     "after its card": Point("connect", f"{_EXCHANGE}.rendezvous:Rendezvous.connect"),
     "in gloo's connect": Point(
         "connect", "reshard.torch.links.sealed_store:SealedStore.set", thread="reshard connect"
@@ -71,7 +71,7 @@ POINTS: Mapping[str, Point] = {
     "when it is prepared": Point("prepare", f"{_LINK}:Refit.prepare", is_after=True),
     # The first run belongs to the stage, in which engines connect with each other.
     "before an engine's card for another": Point(
-        "prepare", f"{_LINK}:meet_at", sides=("engine",), needs_hosts=True
+        "prepare", f"{_LINKS}.membership:meet_at", sides=("engine",), needs_hosts=True
     ),
     "in an engine's connect with another": Point(
         "prepare",

@@ -391,15 +391,15 @@ def quantised() -> None:
 
 
 def _count_meetings() -> list[int]:
-    from reshard.torch.links.link import WeightLink
+    from reshard.torch.links.membership import LinkMembers
 
-    met, meet = [0], WeightLink._meet_engine
+    met, meet = [0], LinkMembers.meet_engine
 
-    def counting(self: WeightLink, *given: Any) -> Any:
+    def counting(self: LinkMembers, *given: Any) -> Any:
         met[0] += 1
         return meet(self, *given)
 
-    WeightLink._meet_engine = counting  # type: ignore[method-assign]
+    LinkMembers.meet_engine = counting  # type: ignore[method-assign]
     return met
 
 
