@@ -10,15 +10,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from reshard.checkpoint.storage.threads import Progress, StoppedError
 from reshard.errors import LinkError, UsageError
 from reshard.torch.links.sync import (
     BucketEvent,
-    FilledBuckets,
     RunControl,
     SyncReport,
     WeightSync,
-    count_sent,
 )
 
 
@@ -113,25 +110,6 @@ def test_one_that_fails_gives_its_turn_on(begins: bool) -> None:
         sync.run()
 
 
-def test_events_come_with_the_batch_that_completes_them() -> None:
-    told: list[Progress] = []
-    control, events = RunControl(told.append), [BucketEvent("ab", 3), BucketEvent("c", 4)]
-    control.expect(7)
-    # The refit has three batches: the second event comes with its first, the first with its last.
-    filled = FilledBuckets(control, events, [2, 0])
-    seen = []
-    for number in range(3):
-        filled.begin(number)
-        filled.end(number)
-        seen.append([event.is_done for event in events])
-    assert seen == [[False, True], [False, True], [True, True]]
-    assert told == [Progress(4, 7, 0, "c"), Progress(7, 7, 0, "b")]
-    # A second refit that fills the engine tells nothing again.
-    FilledBuckets(control, events, [0, 0]).end(0)
-    assert len(told) == 2
-    assert events[0].wait(0)
-
-
 def test_an_event_that_will_not_come() -> None:
     event = BucketEvent(["norm"], 4)
     assert not event.wait(0) and not event.is_done
@@ -143,27 +121,6 @@ def test_an_event_that_will_not_come() -> None:
     done._set()
     done._fail(LinkError("the trainer is gone"))
     assert done.wait() and done.is_done
-
-
-def test_a_guard_is_left_when_a_bucket_fails() -> None:
-    lock = threading.Lock()
-    filled = FilledBuckets(RunControl(guard=lock), [], [])
-    filled.begin(0)
-    assert lock.locked()
-    filled.close()
-    assert not lock.locked()
-
-
-def test_a_run_stops_before_its_next_bucket() -> None:
-    stop = threading.Event()
-    control = RunControl(stop=stop)
-    sent = count_sent(control, [8, 0], ["up", ""])
-    sent.begin(0)
-    stop.set()
-    sent.end(0)
-    with pytest.raises(StoppedError):
-        sent.begin(1)
-    assert control.is_stopped
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A trainer compares its engines."""
+"""A trainer counts what it sends, and compares its engines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from reshard.checkpoint.storage.threads import StoppedError  # noqa: E402
 from reshard.errors import LinkError, RunError  # noqa: E402
-from reshard.torch.links.trainer_sync import TrainerSync  # noqa: E402
+from reshard.torch.links.sync import RunControl  # noqa: E402
+from reshard.torch.links.trainer_sync import TrainerSync, count_sent  # noqa: E402
 
 PATIENCE_S = 60.0
 
@@ -71,3 +73,15 @@ def test_other_errors_of_a_comparison_are_raised_unchanged(monkeypatch: pytest.M
         sync_with({"a": lambda: None, "b": fail}, monkeypatch).verify()
     with pytest.raises(LinkError, match="no engine is there to be compared"):
         sync_with({}, monkeypatch).verify()
+
+
+def test_a_run_stops_before_its_next_bucket() -> None:
+    stop = threading.Event()
+    control = RunControl(stop=stop)
+    sent = count_sent(control, [8, 0], ["up", ""])
+    sent.begin(0)
+    stop.set()
+    sent.end(0)
+    with pytest.raises(StoppedError):
+        sent.begin(1)
+    assert control.is_stopped()

@@ -17,6 +17,7 @@ Source: the Trace Event Format, as documented by Chrome.
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import json
 import os
@@ -116,6 +117,17 @@ class Timeline:
 def current_timeline() -> Timeline | None:
     """Return the timeline of this thread, or None."""
     return _CURRENT.get()
+
+
+def start_thread(name: str, call: Callable[..., object], *args: object) -> threading.Thread:
+    """Start a thread that records to the timeline of this thread.
+
+    It is a daemon thread: a peer that never answers must not keep the process alive.
+    """
+    run = contextvars.copy_context().run
+    thread = threading.Thread(target=run, args=(call, *args), name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def span(name: str, details: Details | None = None) -> AbstractContextManager[None]:

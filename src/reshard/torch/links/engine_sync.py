@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 from reshard.errors import (
     InterruptedRunError,
@@ -26,8 +27,54 @@ from reshard.torch.exchange.timeline import span
 from reshard.torch.links import sync
 from reshard.torch.links.membership import LinkMembers
 from reshard.torch.links.messages import BROKE, MISFIT, UNREACHABLE, Order, RunOutcome
-from reshard.torch.links.relay_tree import BatchCallbacks, BucketGate, Relay, RelayThread
+from reshard.torch.links.relay_tree import BucketGate, Relay, RelayThread
 from reshard.torch.refitting.refit import Refit
+
+
+class FilledBuckets:
+    """Observes the batches of a refit that fills an engine: a `BatchObserver`.
+
+    It updates events and progress, and lets `gate` pass what is there.
+
+    Args:
+        control: of the run; its progress continues if a second refit has to fill the engine.
+        events: of all buckets.
+        needs: for each event, the batch of the refit that completes it.
+        gate: of the threads that forward the weights.
+        when_written: called before a batch is written.
+    """
+
+    def __init__(
+        self,
+        control: sync.RunControl,
+        events: Sequence[sync.BucketEvent],
+        needs: Sequence[int],
+        gate: BucketGate,
+        when_written: Callable[[], None],
+    ) -> None:
+        self._control, self._events, self._needs = control, events, needs
+        self._gate, self._when_written = gate, when_written
+        self._held = ExitStack()
+
+    def begin(self, number: int) -> None:
+        """Wait until a batch may be written."""
+        self._control.check()
+        if self._control.guard is not None:
+            self._held.enter_context(self._control.guard)
+        self._when_written()
+
+    def end(self, number: int) -> None:
+        """Mark the events that a batch completes."""
+        self._gate.end(number)
+        self._held.close()
+        for event, need in zip(self._events, self._needs, strict=True):
+            if need == number and not event.is_done:
+                event._set()
+                self._control.add(event.size_bytes, event.names[-1])
+
+    def close(self) -> None:
+        """Release the guard at the end of the run."""
+        self._held.close()
 
 
 class EngineSync(sync.WeightSync):
@@ -78,7 +125,7 @@ class EngineSync(sync.WeightSync):
         )
 
     def _run(self, version: int, control: sync.RunControl) -> sync.SyncReport:
-        if control.is_stopped:
+        if control.is_stopped():
             raise InterruptedRunError("stopped before the trainer's weights came")
         control.expect(sum(event.size_bytes for event in self.buckets))
         try:
@@ -86,7 +133,7 @@ class EngineSync(sync.WeightSync):
         except BaseException as error:
             for event in self.buckets:
                 event._fail(error)
-            if control.is_stopped and isinstance(error, LinkError):
+            if control.is_stopped() and isinstance(error, LinkError):
                 raise InterruptedRunError(f"stopped: {error}") from error
             raise
 
@@ -135,7 +182,12 @@ class EngineSync(sync.WeightSync):
         if feed is not None and feed.meeting in self._relays:
             ahead = self._relays[feed.meeting].refit
         gate, lacks = BucketGate(), ""
-        filled = sync.FilledBuckets(control, self.buckets, self._find_needs(ahead))
+
+        def mark_mixed() -> None:
+            # Until the run ends, the engine has parts of two versions.
+            self._is_mixed, self.version = True, None
+
+        filled = FilledBuckets(control, self.buckets, self._find_needs(ahead), gate, mark_mixed)
         threads = [
             RelayThread(relay, ahead, gate)
             for relay in self._relays.values()
@@ -144,7 +196,7 @@ class EngineSync(sync.WeightSync):
         try:
             if feed is not None and feed.meeting not in self._relays:
                 raise RunError(ended[feed.meeting][1])
-            ahead.run(self._callbacks(filled, gate))
+            ahead.run(filled)
             self._is_mixed = False
         except BaseException as error:
             gate.fail(error)
@@ -168,20 +220,6 @@ class EngineSync(sync.WeightSync):
         for meeting in ended:
             self._leave(meeting, "the hand-on failed")
         return RunOutcome(lacks, ended), 0 if lacks else ahead.received_bytes, sent_bytes
-
-    def _callbacks(self, filled: sync.FilledBuckets, gate: BucketGate) -> BatchCallbacks:
-        """Return the callbacks of the run that fills this engine."""
-
-        def begin(number: int) -> None:
-            filled.begin(number)
-            # Until the run ends, the engine has parts of two versions.
-            self._is_mixed, self.version = True, None
-
-        def end(number: int) -> None:
-            gate.end(number)
-            filled.end(number)
-
-        return BatchCallbacks(begin, end)
 
     def _find_needs(self, ahead: Refit) -> list[int]:
         """Return the batch of a refit that completes each bucket."""

@@ -26,7 +26,6 @@ outgoing orders at once would halve the bandwidth of each.
 
 from __future__ import annotations
 
-import contextvars
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from typing import NamedTuple
 
 from reshard.errors import RunError
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.timeline import span
+from reshard.torch.exchange.timeline import span, start_thread
 from reshard.torch.links.messages import ForwardOrder
 from reshard.torch.refitting.refit import Refit
 
@@ -180,13 +179,7 @@ class RelayThread:
 
         # The gate decides when the source is usable, which it may not be yet.
         self._callbacks = BatchCallbacks(begin=wait)
-        # Copy the context, so that this thread records to the same timeline.
-        call = contextvars.copy_context().run
-        # A daemon thread: an engine that never answers must not keep the process alive.
-        self._thread = threading.Thread(
-            target=call, args=(self._run,), name="reshard relay", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread("reshard relay", self._run)
 
     def _run(self) -> None:
         try:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ from reshard.errors import LinkError, UsageError
 from reshard.torch.exchange.timeline import Timeline, span
 from reshard.torch.graph_breaks import break_graph
 from reshard.torch.links.membership import LinkMembers
-from reshard.torch.links.relay_tree import BatchCallbacks
 
 
 class BucketEvent:
@@ -113,9 +112,8 @@ class RunControl:
         """Raise StoppedError if the caller wants the run to end."""
         threads.check_stop(self._stop)
 
-    @property
     def is_stopped(self) -> bool:
-        """Whether the caller asked the run to stop."""
+        """Return whether the caller asked the run to stop."""
         return self._stop is not None and self._stop.is_set()
 
     def expect(self, size_bytes: int) -> None:
@@ -129,56 +127,6 @@ class RunControl:
             self._done_bytes += size_bytes
             if self._progress is not None:
                 self._progress(threads.Progress(self._done_bytes, self._total_bytes, 0, name))
-
-
-def count_sent(
-    control: RunControl, sent_bytes: Sequence[int], names: Sequence[str]
-) -> BatchCallbacks:
-    """Return callbacks that count the batches that a rank of the trainer sends to an engine."""
-    control.expect(sum(sent_bytes))
-
-    def count(number: int) -> None:
-        if sent_bytes[number]:
-            control.add(sent_bytes[number], names[number])
-
-    return BatchCallbacks(lambda _: control.check(), count)
-
-
-class FilledBuckets:
-    """Observes the batches of a refit that fills an engine, and updates events and progress.
-
-    Args:
-        control: of the run; its progress continues if a second refit has to fill the engine.
-        events: of all buckets.
-        needs: for each event, the batch of the refit that completes it.
-    """
-
-    def __init__(
-        self,
-        control: RunControl,
-        events: Sequence[BucketEvent],
-        needs: Sequence[int],
-    ) -> None:
-        self._control, self._events, self._needs = control, events, needs
-        self._held = ExitStack()
-
-    def begin(self, number: int) -> None:
-        """Wait until a batch may be written."""
-        self._control.check()
-        if self._control.guard is not None:
-            self._held.enter_context(self._control.guard)
-
-    def end(self, number: int) -> None:
-        """Mark the events that a batch completes."""
-        self._held.close()
-        for event, need in zip(self._events, self._needs, strict=True):
-            if need == number and not event.is_done:
-                event._set()
-                self._control.add(event.size_bytes, event.names[-1])
-
-    def close(self) -> None:
-        """Release the guard at the end of the run."""
-        self._held.close()
 
 
 @dataclass(frozen=True, slots=True)

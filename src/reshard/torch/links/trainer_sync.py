@@ -12,16 +12,15 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.errors import InterruptedRunError, LinkError, ReshardError, RunError, UsageError
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.timeline import start_thread
 from reshard.torch.links.membership import LinkMembers, RunSummary
 from reshard.torch.links.messages import (
     BROKE,
@@ -31,8 +30,8 @@ from reshard.torch.links.messages import (
     RunOutcome,
     write_message,
 )
-from reshard.torch.links.relay_tree import RelayedEngine, assign_turns, plan_relays
-from reshard.torch.links.sync import RunControl, SyncReport, WeightSync, count_sent
+from reshard.torch.links.relay_tree import BatchCallbacks, RelayedEngine, assign_turns, plan_relays
+from reshard.torch.links.sync import RunControl, SyncReport, WeightSync
 from reshard.torch.refitting.refit import Refit
 
 
@@ -72,7 +71,7 @@ class _EngineRun:
         self._group, self._when_lost = group, when_lost
         self._control = control
         self._begun_s = time.perf_counter()
-        self._thread = _begin_thread(name, self._run)
+        self._thread = start_thread(f"reshard engine {name}", self._run)
 
     def join(self) -> None:
         self._thread.join()
@@ -110,13 +109,17 @@ class _EngineRun:
         self.outcome = RunOutcome.read(gather(b"", self._group).values())
 
 
-def _begin_thread(engine: str, target: Callable[[], None]) -> threading.Thread:
-    # Copy the context, so that this thread records to the same timeline.
-    call, name = contextvars.copy_context().run, f"reshard engine {engine}"
-    # A daemon thread: an engine that never answers must not keep the process alive.
-    thread = threading.Thread(target=call, args=(target,), name=name, daemon=True)
-    thread.start()
-    return thread
+def count_sent(
+    control: RunControl, sent_bytes: Sequence[int], names: Sequence[str]
+) -> BatchCallbacks:
+    """Return callbacks that count the batches that a rank of the trainer sends to an engine."""
+    control.expect(sum(sent_bytes))
+
+    def count(number: int) -> None:
+        if sent_bytes[number]:
+            control.add(sent_bytes[number], names[number])
+
+    return BatchCallbacks(lambda _: control.check(), count)
 
 
 class TrainerSync(WeightSync):
@@ -188,7 +191,7 @@ class TrainerSync(WeightSync):
     def _run(self, version: int, control: RunControl) -> SyncReport:
         if control.guard is not None:
             raise UsageError("guard= on a trainer, whose weights are not written; give it engines")
-        if control.is_stopped:
+        if control.is_stopped():
             raise InterruptedRunError(f"stopped before version {version} was sent")
         begun_s = time.perf_counter()
         place, engines = self._members.begin_run()
@@ -236,7 +239,7 @@ class TrainerSync(WeightSync):
                 self._members.take_lost()
         if not account.engines:
             told = "; ".join(f"{name}: {why}" for name, why in account.lost.items())
-            if control.is_stopped:
+            if control.is_stopped():
                 raise InterruptedRunError(f"stopped; no engine has version {version}: {told}")
             raise LinkError(
                 f"no engine has version {version}: {told or 'none is there'}; run again once one is"
@@ -325,7 +328,7 @@ class TrainerSync(WeightSync):
                 errors[engine.name] = error
 
         threads = [
-            _begin_thread(engine.name, functools.partial(compare, engine))
+            start_thread(f"reshard engine {engine.name}", compare, engine)
             for engine in self._engines.values()
         ]
         for thread in threads:

@@ -45,7 +45,6 @@ ranks.
 
 from __future__ import annotations
 
-import contextvars
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -73,6 +72,7 @@ from reshard.torch.exchange.groups import CPU, RankGroup, rank_group
 from reshard.torch.exchange.packing.copies import empty_result
 from reshard.torch.exchange.packing.messages import RankTransfers
 from reshard.torch.exchange.rendezvous import timeout_of
+from reshard.torch.exchange.timeline import start_thread
 from reshard.torch.exchange.transfer import Transfer, TransferBatch
 from reshard.torch.programs.phases import Phase, ShardBuffers, directions_of, phases_of
 
@@ -108,17 +108,9 @@ class MovementSequence:
             return begun
         self._last = begun
         if self._thread is None:
-            # Copy PyTorch's thread-local modes and this context, so that the thread has the same.
+            # PyTorch's modes are those of a thread, so they are passed on like the context.
             modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            self._thread = threading.Thread(
-                target=contextvars.copy_context().run,
-                args=(self._run, *modes),
-                name="reshard movements",
-                # A daemon thread, so that a thread that waits forever does not keep the process
-                # alive.
-                daemon=True,
-            )
-            self._thread.start()
+            self._thread = start_thread("reshard movements", self._run, *modes)
         self._begun.put((move, begun))
         return begun
 

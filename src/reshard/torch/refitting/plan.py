@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -270,10 +270,6 @@ class RefitPlan:
         if rank not in self.known_parts:
             self.known_parts[rank] = self.part(rank)
         return self.known_parts[rank]
-
-    def parts(self, ranks: Sequence[int]) -> Iterable[RefitPart]:
-        """Yield the share of each rank."""
-        return (self.part(rank) for rank in ranks)
 
 
 def list_complete_names(

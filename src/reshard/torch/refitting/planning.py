@@ -224,7 +224,7 @@ def plan_part(
         elif isinstance(found, ReshardError):
             parts = (found for _ in ranks)
         else:
-            parts = found.parts(ranks)
+            parts = map(found.part, ranks)
     if is_central:
         part, scattered_bytes = scatter(parts, group)
     # 3. Raise after the collectives, so that no rank waits for a failed rank.

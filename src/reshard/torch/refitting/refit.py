@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from itertools import chain
 from typing import Any, Unpack, cast
 
 import torch
@@ -358,39 +359,36 @@ class Refit:
         """
         check_real(self._group)
         with self._group.turn():
-            self._run(observer, checks_source, computes)
-
-    def _run(self, observer: BatchObserver | None, checks_source: bool, computes: bool) -> None:
-        # Check before each run, since a rank may have failed, or its tensors may have moved.
-        problem = self._problem(checks_source, computes or not checks_source)
-        # Send all elements if no run has completed, or a target was written since the last run.
-        is_new = not self._transfer.is_done or self._left != self._see_written()
-        is_like_before = 0
-        if not (problem or is_new):
-            try:
-                is_like_before = int(not self._transfer.seems_changed())
-            except Exception as error:
-                # `agree` reports the error, since the other ranks wait for this rank.
-                problem = f"{type(error).__name__}: {error}"
-        notes = int(is_new), is_like_before
-        with span("agree"):
-            parts = {"refit": self._digest}
-            any_new, any_like_before = agree(
-                CallSignature(parts, problem, notes=notes), self._group
-            )
-            if self._distant:
-                tied_sources.compare_distant(self._distant, self._source.locals, self._group)
-        # Send all elements too if most have changed on each rank that sends any.
-        self._transfer.send_all(bool(any_new or not any_like_before))
-        self.is_usable = False
-        # An engine's tensors may be inference tensors, which can only be written in this mode.
-        with torch.inference_mode():
-            self._transfer.run(observer)
-        # A forward on another thread may have gathered shards meanwhile.
-        self._free_gathered(of_source=False)
-        forget_cached()
-        self._left = self._see_written()
-        self.is_usable = True
+            # Check before each run, since a rank may have failed, or its tensors may have moved.
+            problem = self._problem(checks_source, computes or not checks_source)
+            # Send all elements if no run has completed, or a target was written since the last run.
+            is_new = not self._transfer.is_done or self._left != self._see_written()
+            is_like_before = 0
+            if not (problem or is_new):
+                try:
+                    is_like_before = int(not self._transfer.seems_changed())
+                except Exception as error:
+                    # `agree` reports the error, since the other ranks wait for this rank.
+                    problem = f"{type(error).__name__}: {error}"
+            notes = int(is_new), is_like_before
+            with span("agree"):
+                parts = {"refit": self._digest}
+                any_new, any_like_before = agree(
+                    CallSignature(parts, problem, notes=notes), self._group
+                )
+                if self._distant:
+                    tied_sources.compare_distant(self._distant, self._source.locals, self._group)
+            # Send all elements too if most have changed on each rank that sends any.
+            self._transfer.send_all(bool(any_new or not any_like_before))
+            self.is_usable = False
+            # An engine's tensors may be inference tensors, which can only be written in this mode.
+            with torch.inference_mode():
+                self._transfer.run(observer)
+            # A forward on another thread may have gathered shards meanwhile.
+            self._free_gathered(of_source=False)
+            forget_cached()
+            self._left = self._see_written()
+            self.is_usable = True
 
     def _see_written(self) -> tuple[object, ...]:
         """Return a state that differs after writes into the target, if changes are tracked."""
@@ -478,11 +476,8 @@ class Refit:
         """
         if self._whole is None:
             return RefitMoves(tuple(list_moves(self._part.items)))
-        ranks = self._group.ranks
-        parts = zip(ranks, self._whole.parts(ranks), strict=True)
-        return RefitMoves(
-            tuple(move for rank, part in parts for move in list_moves(part.items, rank))
-        )
+        moves = (list_moves(self._whole.part(rank).items, rank) for rank in self._group.ranks)
+        return RefitMoves(tuple(chain.from_iterable(moves)))
 
     @property
     def source_tensors(self) -> Mapping[str, torch.Tensor]:
