@@ -43,7 +43,7 @@ from reshard.torch import endpoint
 from reshard.torch.exchange.agreement import CallSignature, agree, device_of, share
 from reshard.torch.exchange.consistency import is_usable
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange, limit_messages
-from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
+from reshard.torch.exchange.groups import RankGroup, real_group
 from reshard.torch.exchange.packing.messages import RankTransfers, stage_transfers, transfers_of
 from reshard.torch.exchange.transfer import Transfer, Verification
 from reshard.torch.forward_copies import forget_cached
@@ -105,6 +105,9 @@ class Redistribution:
         self._is_async, self._limit_bytes = async_op, extra_bytes
         self._method, self._topology = method, topology
         self._is_planned = self._has_gradient = False
+        self._wants_gradient = (
+            isinstance(tensor, torch.Tensor) and torch.is_grad_enabled() and tensor.requires_grad
+        )
         # Other ranks have to send the source's description.
         self._is_open = tensor is None and source is None
         self._agree()
@@ -137,11 +140,6 @@ class Redistribution:
                 "async_op=True or out= with a tensor that requires gradients; give "
                 "tensor.detach(), or leave them out on every rank"
             )
-
-    @property
-    def _wants_gradient(self) -> bool:
-        tensor = self._tensor
-        return isinstance(tensor, torch.Tensor) and torch.is_grad_enabled() and tensor.requires_grad
 
     def _sign(self, problem: str | None) -> CallSignature:
         parts = {}
@@ -543,14 +541,12 @@ def redistribute(
         PlanError: on every rank, if the ranks' calls do not match.
         UsageError: a rank outside the group.
     """
-    check_member(group)
-    check_real(group)
+    among = real_group(group)
     if endpoint.is_sharded_array(tensor):
         if source is not None:
             raise UsageError("an array of reshard.spmd knows its layout; leave out source=")
         shape, dtype = tensor.shape, getattr(torch, tensor.dtype.name)
         tensor, source = endpoint.lay_out_array(tensor)
-    among = rank_group(group)
     with among.turn():
         begun = Redistribution(
             among,

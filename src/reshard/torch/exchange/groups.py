@@ -83,6 +83,7 @@ class RankGroup:
         hosts: of each, in the same order.
         is_across_jobs: whether they belong to several jobs, each of which numbers its ranks from 0.
         generation: the number of groups that met at the same store before.
+        is_fake: whether it has the backend `fake`, whose other ranks do not exist.
     """
 
     # As a carrier (`carrier`): of all messages that are not sent by shared memory.
@@ -99,6 +100,7 @@ class RankGroup:
         self._meeting = meeting
         # When torch destroys a group, its cached objects are released.
         self._found_by = None if given is None else weakref.ref(given)
+        self.is_fake = given is not None and dist.get_backend(given) == "fake"
         peers = meeting.peers
         self.position = meeting.position
         self.hosts = tuple(peer.host for peer in peers)
@@ -488,10 +490,8 @@ def rank_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
     return found
 
 
-def check_member(group: dist.ProcessGroup | RankGroup | None) -> None:
+def check_member(group: dist.ProcessGroup | None) -> None:
     """Raise UsageError if this process is not in the group, or there are no process groups."""
-    if isinstance(group, RankGroup):
-        return
     if group is None and not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
             "no process group: torch.distributed is not initialised. Start the ranks with "
@@ -505,13 +505,11 @@ def check_member(group: dist.ProcessGroup | RankGroup | None) -> None:
         raise UsageError(f"group={group!r}; give a torch process group, or None for all ranks")
 
 
-def check_real(group: dist.ProcessGroup | RankGroup | None) -> None:
-    """Raise UsageError for fake groups, and inside modes in which tensors have no memory."""
-    if not isinstance(group, RankGroup) and dist.get_backend(group) == "fake":
-        raise UsageError(
-            "a group of the backend 'fake' has no other ranks, so nothing can be moved; use a real "
-            "backend such as gloo, or plan without ranks: reshard.plan, reshard.spmd.trace"
-        )
+def real_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
+    """Return the ranks of a group, as `rank_group` does, between which tensors can be moved.
+
+    Raises UsageError for fake groups too, and inside modes in which tensors have no memory.
+    """
     for mode in _get_current_dispatch_mode_stack():
         name = type(mode).__name__
         if name in ("FakeTensorMode", "LocalTensorMode", "FunctionalTensorMode"):
@@ -519,6 +517,13 @@ def check_real(group: dist.ProcessGroup | RankGroup | None) -> None:
                 f"inside {name} tensors have no elements of their own, so nothing can be moved; "
                 "leave the mode, or plan without elements: reshard.plan, reshard.spmd.trace"
             )
+    found = rank_group(group)
+    if found.is_fake:
+        raise UsageError(
+            "a group of the backend 'fake' has no other ranks, so nothing can be moved; use a real "
+            "backend such as gloo, or plan without ranks: reshard.plan, reshard.spmd.trace"
+        )
+    return found
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -30,7 +30,7 @@ from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.torch.endpoint import is_sharded_array, lay_out_array
 from reshard.torch.exchange.agreement import CallSignature, agree, device_of, share
 from reshard.torch.exchange.consistency import find_unusable, written_states
-from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
+from reshard.torch.exchange.groups import RankGroup, rank_group, real_group
 from reshard.torch.exchange.timeline import span
 from reshard.torch.exchange.transfer import BatchObserver, Verification
 from reshard.torch.forward_copies import forget_cached
@@ -179,9 +179,7 @@ class Refit:
         """
         group = options.pop("group", None)
         settings = RefitSettings(**cast(Any, options))
-        check_member(group)
-        check_real(group)
-        among = rank_group(group)
+        among = real_group(group)
         # Among very many tensors, collections of garbage take a third of the time and find none.
         with among.turn(), pause_gc(freeze=True):
             return cls(among, source, target, settings)
@@ -357,8 +355,7 @@ class Refit:
                 After the first byte, the target is then not usable.
             PlanError: on every rank, if ranks run different refits.
         """
-        check_real(self._group)
-        with self._group.turn():
+        with real_group(self._group).turn():
             # Check before each run, since a rank may have failed, or its tensors may have moved.
             problem = self._problem(checks_source, computes or not checks_source)
             # Send all elements if no run has completed, or a target was written since the last run.

@@ -378,7 +378,9 @@ class NearRank:
         self._timeout_s = timeout_s
         self._late = f"Timed out waiting {timeout_s:g} s for a message"
         limit_waits(connected, timeout_s)
-        self._changed = threading.Condition()
+        # Entered directly, since a condition's own `with` is Python, several times for each note.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._is_read = False
         self._error, self._count = "", 0
         self._lent: dict[int, LentMessage] = {}
@@ -392,7 +394,7 @@ class NearRank:
 
     def lend(self, segment: Segment, begin: int, size_bytes: int, tag: int) -> LentMessage:
         """Notify the peer of a message in a segment of this rank."""
-        with self._changed:
+        with self._lock:
             found = LentMessage(self, segment)
             number = self._count
             self._count += 1
@@ -414,7 +416,7 @@ class NearRank:
 
     def lend_spans(self, spans: IntArray, tag: int) -> LentMessage:
         """Notify the peer of a message in tensors of this rank."""
-        with self._changed:
+        with self._lock:
             found = LentMessage(self, None, spans)
             number = self._count
             self._count += 1
@@ -436,7 +438,7 @@ class NearRank:
     def expect(self, size_bytes: int, tag: int) -> NearMessage:
         """Return the next message of a tag, once its note has arrived."""
         found = NearMessage(self, size_bytes)
-        with self._changed:
+        with self._lock:
             early = self._early.get(tag)
             if early:
                 self._fill(found, early.popleft())
@@ -473,7 +475,7 @@ class NearRank:
         Raises RuntimeError if no more notes arrive.
         """
         while not is_so():
-            with self._changed:
+            with self._lock:
                 # Another thread may have read the note before the lock was taken.
                 if is_so():
                     return
@@ -491,7 +493,7 @@ class NearRank:
             except (OSError, RuntimeError, ValueError) as error:
                 self._error = self._error or str(error)
             finally:
-                with self._changed:
+                with self._lock:
                     self._is_read = False
                     self._changed.notify_all()
 
@@ -551,7 +553,7 @@ class NearRank:
             raise RuntimeError(_CLOSED)
         kind, tag, number, segment, begin, size_bytes = _NOTE.unpack_from(data)
         handle = data[_NOTE.size :]
-        with self._changed:
+        with self._lock:
             if kind == _TAKEN:
                 lent = self._lent.pop(number)
                 if lent.segment is not None:
