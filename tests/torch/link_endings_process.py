@@ -11,7 +11,7 @@ import torch
 from refit_models import expect, refused
 from reshard.errors import LinkError
 from reshard.torch import connect
-from reshard.torch.links.link import WeightLink
+from reshard.torch.links.membership import LinkMembers
 
 
 def trainer(failing: str, ending: str) -> None:
@@ -25,7 +25,7 @@ def trainer(failing: str, ending: str) -> None:
 
 
 def engine(failing: str, ending: str) -> None:
-    with mock.patch.object(WeightLink, "_join", side_effect=MemoryError("the card is full")):
+    with mock.patch.object(LinkMembers, "join", side_effect=MemoryError("the card is full")):
         refused(lambda: connect(failing, "engine", rank=0, ranks=1), MemoryError, "is full")
     link = connect(ending, "engine", rank=0, ranks=1)
     target = torch.zeros(4)
