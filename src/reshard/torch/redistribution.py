@@ -323,7 +323,7 @@ class Redistribution:
         `left_out`.
 
         Raises:
-            RunError: on every rank, elements that differ; a rank that has not waited for the
+            RunError: on every rank, elements that differ; a rank that did not wait for the
                 result, or does not answer.
         """
         group, tag = self._group, self._transfer.exchanges[0].tag

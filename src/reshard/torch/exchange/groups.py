@@ -255,7 +255,7 @@ class RankGroup:
         thread = threading.current_thread()
         if thread not in self._threads:
             self._threads.add(thread)
-            # Threads that ended before this one came do not come again.
+            # Threads that have ended do not call again, so later calls need not look.
             self._has_threads |= sum(one.is_alive() for one in list(self._threads)) > 1
         with self._turn:
             yield

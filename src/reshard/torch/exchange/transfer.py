@@ -165,7 +165,7 @@ class Transfer:
                 tensors. Its errors, such as for lack of memory, are raised on all ranks.
             group: of all ranks.
             written: the tensors of the caller that a run writes into, and their memory.
-            tag: of the messages, equal on all ranks; the group's next one when None.
+            tag: of the messages, equal on all ranks; the group's next when None.
             in_background: whether to run in a separate thread, if the device allows it.
             options: further arguments of the class.
         """

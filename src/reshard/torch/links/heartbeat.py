@@ -111,7 +111,7 @@ def _list_sockets() -> Iterator[tuple[int, int]]:
 
 
 def _is_of_this_host(connected: socket.socket) -> bool:
-    """Return whether both ends are on one host; raise OSError if it is not connected."""
+    """Return whether both ends are on the same host; raise OSError if it is not connected."""
     if connected.family not in (socket.AF_INET, socket.AF_INET6):
         return True
     other = connected.getpeername()[0]

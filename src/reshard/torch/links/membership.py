@@ -1,9 +1,9 @@
 """Membership of a link: the sides that are there, and the groups in which this process meets them.
 
-A trainer has a group with each engine, and an engine one with the trainer. Engines that forward
-weights to each other meet in further groups. Engines come between runs, and may leave at any time::
+A trainer has a group with each engine, and engines that forward weights to each other meet in
+further groups. Engines come between runs, and may leave at any time::
 
-    admit     the first rank reads at the store who came and who left, and tells its other ranks
+    admit     the first rank reads at the store who came and who left, for all of its side
     give up   an engine failed: its group is closed, and the reason is kept for the run's report
     settle    the ranks of the trainer combine what each has seen of a run
 
@@ -92,7 +92,7 @@ class EngineFollower(Protocol):
 
 
 class LinkMembers:
-    """The sides of a link, as seen from one of its processes.
+    """The sides of a link, as a process sees them.
 
     Attributes:
         own, trainer: this process's side, and the trainer's.
@@ -364,7 +364,7 @@ class LinkMembers:
         return ""
 
     def give_up(self, number: int, why: str, name: str = "") -> None:
-        """Drop an engine that failed, and keep the reason; `name` if it has no group yet."""
+        """Drop an engine that failed, and keep the reason; `name` if it lacks a group still."""
         known = self.groups.get(number)
         with contextlib.suppress(RuntimeError):
             # Its connections close before the store has its note.

@@ -271,7 +271,7 @@ class WeightSync:
 
         Raises:
             RunError: on all sides, elements that differ, with their tensors and ranks.
-            LinkError: the link has no engine.
+            LinkError: a link without engines.
         """
         with self._turn:
             self.wait()

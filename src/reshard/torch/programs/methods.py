@@ -78,7 +78,7 @@ def choose_method(
     topology = topology or find_hosts(group)
     if method == "stages":
         return stage_change(change, as_dtype(dtype), topology)
-    # On one host no data crosses hosts. Without a topology a program is used for contributions.
+    # On a single host no data crosses hosts. Without a topology, programs are for contributions.
     if topology.hosts == 1 or (program is not None and not is_known):
         return program
     topology = topology if is_known else assume_links(topology)
@@ -191,7 +191,7 @@ def _require_program(source: ShardingSpec, target: ShardingSpec, shape: tuple[in
 def _check_memory(
     program: Program, dtype: torch.dtype, ranks: int, extra_bytes: int
 ) -> Program | None:
-    """Return the program if memory suffices, or None if it has no steps."""
+    """Return the program if memory suffices, or None without steps."""
     if not program.steps:
         return None
     least = min_extra_bytes(program, dtype.itemsize, ranks)

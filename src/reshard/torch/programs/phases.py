@@ -47,7 +47,7 @@ class Phase:
         kind: whether elements stay on the rank, are sent as messages, or are gathered.
         step: of the program.
         change: of the group's layouts; for a permutation and an exchange, of all ranks' layouts.
-        ranks: of the group; empty if this rank has no part.
+        ranks: of the group; empty if this rank takes no part.
     """
 
     kind: Kind
@@ -299,7 +299,7 @@ class ShardBuffers:
         """
         for number, phase in enumerate(self._phases.phases):
             is_there = self._phases.is_view(number)
-            # A slice that is a view has no transfers.
+            # A slice that is a view transfers nothing.
             if phase.kind == "local" and is_there:
                 continue
             # Overlapping shards have the staying elements in place, so only the others are listed.

@@ -63,7 +63,7 @@ def lay_out_arrays(model: Model) -> Model:
     return laid
 
 
-# The latest live transfer of each part: the next one mostly sends the same messages.
+# The latest live transfer of each part: the next mostly sends the same messages.
 _LATEST: weakref.WeakValueDictionary[RefitPart, RefitTransfer] = weakref.WeakValueDictionary()
 
 

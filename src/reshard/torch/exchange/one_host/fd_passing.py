@@ -1,4 +1,4 @@
-"""Unix sockets between ranks of one host, which pass file descriptors of shared memory.
+"""Unix sockets between ranks of a host, which pass file descriptors of shared memory.
 
 Every rank listens at a Unix socket with a random abstract name, which ends with its process. Each
 tries to connect to the others, and authenticates with a secret received over the group's own

@@ -273,7 +273,7 @@ class RankTransfers(NamedTuple):
 
     Tensors with equal layouts and strides are of a kind. `received` are the transfers of each
     tensor into this rank, including local ones, and `sent` those to others. `sources` and `targets`
-    are the local tensors, or None if the rank has no part. `dtype` is that of the sent elements, or
+    are the local tensors, or None without a part. `dtype` is that of the sent elements, or
     None for the local tensors' own. `place` is the step and stage in a pipeline; data sent in a
     later stage must have arrived. `numbers` are the positions of the tensors among all; by default
     their order in the list.
