@@ -42,7 +42,7 @@ from reshard._records import Record
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_region
-from reshard.checkpoint.blocks.spans import Tile, source_tiles, target_tiles
+from reshard.checkpoint.blocks.spans import Tile, source_tiles, usable_tiles
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind, shapes_of
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum
 from reshard.checkpoint.formats.registry import find_format
@@ -54,7 +54,6 @@ from reshard.errors import CoverageError, MissingExtraError
 from reshard.geometry.regions import Region, multiply_runs
 from reshard.layout import Box, Layout
 from reshard.recipes.overrides import DIFFERING_COPIES
-from reshard.runs import OWNED
 from reshard.text import count_text, ranks_text
 
 SAMPLE_BYTES = 4096
@@ -494,7 +493,8 @@ def _has_copies(kind: TensorKind) -> bool:
 def _find_copies(kind: TensorKind, layout: Layout) -> tuple[tuple[_Copy, ...], ...]:
     """Return the copies of each part of a kind's tensors that several shards of a layout hold."""
     alike: dict[object, list[_Copy]] = {}
-    for tile in target_tiles(layout).tiles:
+    # A halo that is not fresh is never read, and may be older than the elements that it copies.
+    for tile in usable_tiles(layout).tiles:
         copy = _make_copy(kind, tile)
         cell = layout.cells_of(tile.slot)[tile.number]
         if copy.regions and copy.regions[0].elements:
@@ -511,10 +511,8 @@ def _find_overlaps(layout: Layout, copies: list[_Copy]) -> Iterator[tuple[_Copy,
     # elements than the tensor.
     if layout.contributions > 1 or held <= math.prod(layout.shape):
         return
-    # A halo may be older than the elements that it copies.
-    is_owned = all((table.single_runs().role == OWNED).all() for table in layout.tables)
     is_simple = all(len(copy.regions) == 1 for copy in copies)
-    if not is_owned or not is_simple or len(copies) > _MAX_OVERLAPPING_BOXES:
+    if not is_simple or len(copies) > _MAX_OVERLAPPING_BOXES:
         return
     starts = np.array([copy.regions[0].start for copy in copies])
     stops = np.array([copy.regions[0].stop for copy in copies])

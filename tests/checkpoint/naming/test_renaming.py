@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from checkpoint.checkpoint_files import (
+    Cut,
     Tensor,
     beside,
     cuts,
@@ -234,23 +235,40 @@ def fusions(draw: st.DrawFn) -> tuple[Fusion, dict[str, Tensor], Tensor]:
     return fusion, members, Tensor(dtype("int16"), whole)
 
 
+FusionCase = tuple[Fusion, dict[str, Tensor], Tensor, Cut, Cut]
+
+
+@st.composite
+def sharded_fusions(draw: st.DrawFn) -> FusionCase:
+    """A fusion, its members, the fused parameter, and a sharding of each."""
+    fusion, members, fused = draw(fusions())
+    return fusion, members, fused, draw(cuts(members)), draw(cuts({"fused": fused}))
+
+
+def fusion_with_a_shard_of_halo_only() -> FusionCase:
+    """Members of one element; a rank without elements of its own holds it as a halo of `d`."""
+    members = {name: tensor("int16", (1, 1), ord(name)) for name in "abcd"}
+    fused = Tensor(dtype("int16"), np.concatenate([one.bits for one in members.values()]))
+    mesh = DeviceMesh.of(x=2, y=2)
+    specs = dict.fromkeys("abc", spec(mesh, "-, -")) | {"d": spec(mesh, "-, x@pad2 / y@halo[1,0]")}
+    fused_specs = {"fused": spec(mesh, "x@pad2 / y@halo[2,0], -")}
+    return Fusion(tuple("abcd")), members, fused, (mesh, specs), (mesh, fused_specs)
+
+
 @settings(max_examples=choose(12, 100))
-@given(st.data(), fusions(), st.sampled_from([16, 1000]))
-def test_any_fusion_of_any_cut(
-    data: st.DataObject, case: tuple[Fusion, dict[str, Tensor], Tensor], block_bytes: int
-) -> None:
-    fusion, members, fused = case
+@given(sharded_fusions(), st.sampled_from(["x=2", "x=3"]), st.sampled_from([16, 1000]))
+@example(fusion_with_a_shard_of_halo_only(), "x=2", 16)
+def test_any_fusion_of_any_cut(case: FusionCase, to: str, block_bytes: int) -> None:
+    fusion, members, fused, members_cut, fused_cut = case
     table = {"fused": fusion}
-    for before, after, names in (
-        (members, {"fused": fused}, {"target_names": table}),
-        ({"fused": fused}, members, {"source_names": table}),
+    for before, after, (mesh, specs), names in (
+        (members, {"fused": fused}, members_cut, {"target_names": table}),
+        ({"fused": fused}, members, fused_cut, {"source_names": table}),
     ):
-        mesh, specs = data.draw(cuts(before))
         with small_folder(block_bytes) as folder:
             write_ranks(folder / "cut", before, mesh, specs)
             checkpoint.convert(folder / "cut", folder / "full", to="full", **names)
             assert read_file(folder / "full" / "model.safetensors") == after
-            to = data.draw(st.sampled_from(["x=2", "x=3"]))
             # A member cut by ceil, whatever the groups: heads are, where there are enough.
             rules = ["*=..."] if fusion.groups != 1 else ["*=x, ..."]
             checkpoint.convert(folder / "cut", folder / "x", to=to, rules=rules, **names)

@@ -13,7 +13,7 @@ contiguous in the shard's file wherever the chunk is contiguous in the shard::
       . . . . . . . . .
 
 1. `source_tiles` returns the shards that supply a tensor, each element once; `target_tiles` returns
-   all shards.
+   all shards, and `usable_tiles` their parts that could supply it.
 2. `Tile.spans` yields the byte ranges of a block in a shard, split to fit a buffer.
 3. `Span.copy` rearranges elements in memory between a span and its block.
 
@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -49,7 +49,7 @@ from reshard.checkpoint.storage.local_files import PAGE_BYTES
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.regions import multiply_runs
 from reshard.layout import Box, Layout
-from reshard.runs import PAD, IntArray, ragged_arange
+from reshard.runs import FRESH_HALO, HALO, OWNED, IntArray, ragged_arange
 
 # Beyond this number of slice assignments, a single copy with index lists is faster.
 _MAX_SLICES = 64
@@ -326,12 +326,22 @@ def _join_pieces(pieces: Iterable[tuple[int, int, int]]) -> _Pieces:
 @lru_cache(maxsize=4096)
 def target_tiles(layout: Layout) -> Tiles:
     """Return every shard of a layout, with halos and without padding."""
+    return _shard_tiles(layout, (OWNED, FRESH_HALO, HALO))
+
+
+@lru_cache(maxsize=4096)
+def usable_tiles(layout: Layout) -> Tiles:
+    """Return every shard of a layout, with only the elements that may be read from it."""
+    return _shard_tiles(layout, (OWNED, FRESH_HALO))
+
+
+def _shard_tiles(layout: Layout, roles: Collection[int]) -> Tiles:
     tiles = []
     for cell in range(layout.cells):
         product = []
         for d, table in enumerate(layout.tables):
             runs = table.runs_of(int(layout.cell_part[cell, d]))
-            product.append([(a, b - a, local) for a, b, local, role in runs if role != PAD])
+            product.append([(a, b - a, local) for a, b, local, role in runs if role in roles])
         tiles.append(_tile(layout, cell, product))
     return Tiles(tuple(tiles))
 
