@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoint.formats.torch_files.pickles import (
+    Alike,
     Call,
     Global,
+    Pairs,
     Reference,
     count_parts,
     read_pickle,
@@ -56,6 +58,38 @@ def test_many_names_and_texts_are_recalled() -> None:
     content = write_pickle(value)
     assert pickle.loads(content) == value
     assert len(content) < 12_000
+
+
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_values_that_differ_in_a_text_have_the_bytes_of_values_written_singly(
+    in_pairs: bool,
+) -> None:
+    """Including values inside others, and those whose text has occurred elsewhere."""
+    mesh = Call(Global("m", "Mesh"), (), {"name": "4", "sizes": (2, 2)}, is_new=True)
+
+    def part(number: int, size: int) -> Call:
+        storage = Reference(("storage", str(number), size))
+        return Call(Global("m", "rebuild"), (storage, (size,), Call(Global("m", "Hooks"), ())))
+
+    def wrapper(number: int, size: int, inner: object) -> Call:
+        spec = Call(Global("m", "Spec"), (), {"mesh": mesh, "size": size}, is_new=True)
+        return Call(Global("m", "Wrapper"), (inner,), {"spec": spec, "size": 1000}, is_new=True)
+
+    def write(is_alike: bool) -> bytes:
+        def value(number: int) -> object:
+            size, text = number % 3, str(number)
+            inner = Alike(size, text, lambda: part(number, size))
+            own = inner if is_alike else part(number, size)
+            if number % 2:
+                return own
+            outer = Alike(("w", size), text, lambda: wrapper(number, size, inner))
+            return outer if is_alike else wrapper(number, size, own)
+
+        items = [(("7", "290", "é")[n // 5] if n in (4, 9, 14) else f"w{n}", n) for n in range(300)]
+        values = [(name, value(number)) for name, number in items]
+        return write_pickle(Pairs(lambda: iter(values)) if in_pairs else dict(values))
+
+    assert write(is_alike=True) == write(is_alike=False)
 
 
 def test_bytes_are_read() -> None:

@@ -39,8 +39,10 @@ from reshard.checkpoint.formats.write_plan import (
     WritePlan,
     check_values,
 )
+from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import NotationError, RecipeError, UsageError
+from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation import dtensor
 from reshard.sharding import ShardingSpec
@@ -72,6 +74,17 @@ def _keep_states_whole(new: NewCheckpoint, mesh: DeviceMesh) -> tuple[NewCheckpo
 
 # The sharding of a tensor and its placements, or None if no axis shards it.
 _Cut = tuple[ShardingSpec, tuple[dtensor.Placement, ...]] | None
+
+
+def _find_cuts(tensors: Mapping[str, PlannedTensor], mesh: DeviceMesh) -> dict[str, _Cut]:
+    cuts: dict[str, _Cut] = {}
+    cuts_of: dict[tuple[str | None, Layout], _Cut] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.spec, tensor.layout)
+        if key not in cuts_of:
+            cuts_of[key] = _find_cut(name, tensor, mesh)
+        cuts[name] = cuts_of[key]
+    return cuts
 
 
 def _find_cut(name: str, tensor: PlannedTensor, mesh: DeviceMesh) -> _Cut:
@@ -149,7 +162,7 @@ class RankFilesPlanner:
         check_values(new.tensors)
         new, self._kept_whole = _keep_states_whole(new, mesh)
         self.new, self.mesh = new, mesh
-        self.cuts = {name: _find_cut(name, tensor, mesh) for name, tensor in new.tensors.items()}
+        self.cuts = _find_cuts(new.tensors, mesh)
         if len(mesh.devices) > 1 and all(cut is None for cut in self.cuts.values()):
             raise UsageError(
                 f"no tensor is cut over the mesh {mesh.text}: ranks' files of copies do not "
@@ -185,9 +198,11 @@ class RankFilesPlanner:
         states: dict[str, dict[str, Any]] = {MODEL: {}, OPTIMIZER: {}, EXTRA: {}}
         paths: dict[str, tuple[str | int, ...]] = {}
         mesh = self._describe_mesh(rank)
+        layouts = {tensor.layout for tensor in self.new.tensors.values()}
+        local_shapes = {layout: layout.local_shape(rank) for layout in layouts}
         for name, tensor in self.new.tensors.items():
             kind, path = self._find_place(name, rank, is_tensor=True)
-            cut, local = self.cuts[name], tensor.layout.local_shape(rank)
+            cut, local = self.cuts[name], local_shapes[tensor.layout]
             if path is None or (local is None and cut is None):
                 continue
             if local is not None:
@@ -198,7 +213,7 @@ class RankFilesPlanner:
                 pairs = zip(tensor.layout.shape, dims, strict=True)
                 empty = tuple(0 if dim.levels else size for size, dim in pairs)
                 part = building.NewTensor.of(tensor.dtype, empty)
-            states[kind][name] = part if cut is None else _describe(tensor, part, cut[1], mesh)
+            states[kind][name] = part if cut is None else _wrap(tensor, part, cut[1], mesh)
             paths[name] = path
         for name, value in self.new.values.items():
             kind, path = self._find_place(name, rank, is_tensor=False)
@@ -282,18 +297,31 @@ class RankFilesPlanner:
         return building.new_object("torch.distributed.device_mesh", "DeviceMesh", state)
 
 
-def _describe(
+def _wrap(
     tensor: PlannedTensor,
+    local: building.NewTensor,
+    placements: tuple[dtensor.Placement, ...],
+    mesh: Call,
+) -> building.NewWrapper:
+    """Return a DTensor around a local tensor."""
+    dtype, shape = tensor.dtype, tensor.layout.shape
+    return building.NewWrapper(
+        (dtype, shape, placements),
+        local,
+        lambda: _describe(dtype, shape, local, placements, mesh),
+    )
+
+
+def _describe(
+    dtype: DType,
+    shape: tuple[int, ...],
     local: building.NewTensor,
     placements: tuple[dtensor.Placement, ...],
     mesh: Call,
 ) -> Call:
     """Return a DTensor, as PyTorch 2.13 pickles it."""
-    shape = tensor.layout.shape
     strides = View.row_major(shape).strides
-    meta = Call(
-        Global(_SPEC, "TensorMeta"), (building.size_of(shape), strides, tensor.dtype), is_new=True
-    )
+    meta = Call(Global(_SPEC, "TensorMeta"), (building.size_of(shape), strides, dtype), is_new=True)
     state = {
         "mesh": mesh,
         "placements": tuple(_describe_placement(placement) for placement in placements),
@@ -307,7 +335,7 @@ def _describe(
     # `torch.load` allows these names with `weights_only`, its default since PyTorch 2.6.
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     device = Call(Global("torch", "device"), ("cpu",))
-    made = (_DTENSOR, tensor.dtype, shape, strides, 0, layout, device, False)
+    made = (_DTENSOR, dtype, shape, strides, 0, layout, device, False)
     own = {"_local_tensor": local, "_spec": building.new_object(_SPEC, "DTensorSpec", state)}
     wrapper = Global("torch._utils", "_rebuild_wrapper_subclass")
     return Call(

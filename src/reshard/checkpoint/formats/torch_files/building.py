@@ -24,14 +24,20 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.contents import StoredFile, StoredTensor
-from reshard.checkpoint.formats.torch_files.pickles import Call, Global, Reference, write_pickle
+from reshard.checkpoint.formats.torch_files.pickles import (
+    Alike,
+    Call,
+    Global,
+    Reference,
+    write_pickle,
+)
 from reshard.checkpoint.formats.torch_files.values import TYPED_STORAGES
 from reshard.checkpoint.formats.torch_files.zip_archives import (
     SIZES_FOLLOW,
@@ -72,6 +78,12 @@ def _expect_writable(dtype: DType) -> None:
             f"PyTorch has no type {dtype}, so none of its checkpoints can hold it; choose another "
             "format"
         )
+
+
+# A checkpoint has many tensors of equal shapes.
+@lru_cache(maxsize=1024)
+def _dense_view(shape: tuple[int, ...]) -> View:
+    return View.row_major(shape)
 
 
 def size_of(shape: tuple[int, ...]) -> Call:
@@ -128,7 +140,7 @@ class NewTensor:
             UsageError: a type that PyTorch does not have; a storage that does not hold the view.
         """
         _expect_writable(dtype)
-        view = View.row_major(shape) if view is None else view
+        view = _dense_view(shape) if view is None else view
         size = view.extent(shape)
         if storage is None:
             storage = NewStorage(dtype, view.offset + size)
@@ -138,6 +150,18 @@ class NewTensor:
                 f"{storage.dtype}; give it a storage of its type that holds it"
             )
         return cls(shape, storage, view)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewWrapper:
+    """An object with a new tensor inside, such as a DTensor, which `make()` returns.
+
+    Objects of the same `kind` in a file differ only in the storage of the tensor.
+    """
+
+    kind: Hashable
+    tensor: NewTensor
+    make: Callable[[], Any]
 
 
 def _describe_tensor(
@@ -229,9 +253,9 @@ class NewTorchFile(NewFile):
 def new_torch_file(name: str, value: Any, rank: int = 0) -> NewTorchFile:
     """Return the file from which `torch.load` reads `value`, once its tensors are written.
 
-    `value` is nested of dicts, lists, tuples, plain values, `NewTensor`s, and `Call`s for objects
-    of classes. A `DType` is written as PyTorch's type. A tensor that occurs again shares its
-    storage.
+    `value` is nested of dicts, lists, tuples, plain values, `NewTensor`s, and `Call`s or
+    `NewWrapper`s for objects of classes. A `DType` is written as PyTorch's type. A tensor that
+    occurs again shares its storage.
 
     >>> from reshard.dtypes import dtype
     >>> w = NewTensor.of(dtype("float32"), (2, 3))
@@ -244,12 +268,21 @@ def new_torch_file(name: str, value: Any, rank: int = 0) -> NewTorchFile:
     """
     storages: dict[NewStorage, str] = {}
 
+    def place(tensor: NewTensor) -> tuple[str, Hashable]:
+        """Return the record of a tensor's storage, and what else its description depends on."""
+        storage = tensor.storage
+        record = storages.setdefault(storage, str(len(storages)))
+        return record, (storage.dtype, tensor.shape, tensor.view, storage.elements)
+
     def describe(value: Any) -> Any:
+        if type(value) is NewWrapper:
+            record, kind = place(value.tensor)
+            return Alike((value.kind, kind), record, value.make)
         if type(value) is NewTensor:
-            storage = value.storage
-            record = storages.setdefault(storage, str(len(storages)))
-            size_bytes = storage.size_bytes
-            return _describe_tensor(storage.dtype, value.shape, value.view, record, size_bytes)
+            record, kind = place(value)
+            dtype, size_bytes = value.storage.dtype, value.storage.size_bytes
+            fields = (dtype, value.shape, value.view, record, size_bytes)
+            return Alike(kind, record, lambda: _describe_tensor(*fields))
         if type(value) is DType:
             return Global("torch", value.name)
         return None

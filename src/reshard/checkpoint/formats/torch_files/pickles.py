@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import pickletools
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,20 @@ class Pairs:
 
     def __repr__(self) -> str:
         return "<items>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alike:
+    """One of many values that are equal except for a text, such as the name of a tensor's storage.
+
+    `make()` returns the value. Values of the same `kind` differ only in `text`, which each contains
+    once. The pickle contains each object with a state once, except those that all values of a kind
+    share.
+    """
+
+    kind: Hashable
+    text: str
+    make: Callable[[], Any]
 
 
 # Returns the value of a call and whether it is the only user of its arguments, or None.
@@ -643,7 +657,7 @@ _ENCODE = Global("_codecs", "encode")
 
 
 def write_pickle(value: Any, describe: Describe | None = None) -> bytes:
-    """Return the pickle of a value of plain values, `Global`, `Call`, `Reference` and `Pairs`.
+    """Return the pickle of plain values, `Global`, `Call`, `Reference`, `Pairs` and `Alike`.
 
     `describe` returns the text to write for a value of another type, or None. Text and names
     that occur again are written once and recalled.
@@ -684,14 +698,26 @@ def _pack_integer(value: int) -> bytes:
     return b"\x8a%c" % size + value.to_bytes(size, "little", signed=True)
 
 
+def _encode_text(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+# Pieces, each followed by the text or by a number of the memo, and the last piece.
+_Template = tuple[list[tuple[bytes, bool]], bytes]
+
+
 class _Writer:
     """The bytes so far, and the memo: the number of each value that can be recalled."""
 
     def __init__(self, describe: Describe | None) -> None:
         self._describe = describe
         self.content = bytearray([0x80, _WRITTEN_PROTOCOL])
-        self._memo: dict[str | Global | Call, int] = {}
+        self._memo: dict[Any, int] = {}
         self._is_in_pairs = False
+        # The pieces of the pickle of each kind of `Alike`; None if a single value was written.
+        self._templates: dict[Hashable, _Template | None] = {}
+        # While a template is made: where numbers of the memo were written, and for which values.
+        self._memoized: list[tuple[int, int, Any]] | None = None
 
     def put(self, value: Any) -> None:
         """Write the opcodes that push a value."""
@@ -727,6 +753,8 @@ class _Writer:
         elif kind is Reference:
             self.put(value.key)
             self.content += b"Q"
+        elif kind is Alike:
+            self._put_alike(value)
         elif kind is bytes:
             # Protocol 2 lacks bytes: text of the same codes is encoded.
             self.put(Call(_ENCODE, (value.decode("latin-1"), "latin1")))
@@ -737,7 +765,7 @@ class _Writer:
 
     def _put_name(self, value: str | Global) -> None:
         if isinstance(value, str):
-            text = value.encode("utf-8", "surrogatepass")
+            text = _encode_text(value)
             self.content += b"X" + struct.pack("<I", len(text)) + text
         else:
             self.content += f"c{value.module}\n{value.name}\n".encode()
@@ -751,9 +779,51 @@ class _Writer:
         self.content += b"h%c" % number if number < 256 else b"j" + _PACK_UNSIGNED(number)
         return True
 
-    def _memoize(self, value: str | Global | Call) -> None:
-        number = self._memo[value] = len(self._memo)
+    def _memoize(self, value: object) -> None:
+        number, start = len(self._memo), len(self.content)
+        self._memo[value] = number
         self.content += b"q%c" % number if number < 256 else b"r" + _PACK_UNSIGNED(number)
+        if self._memoized is not None:
+            self._memoized.append((start, len(self.content), value))
+
+    def _put_alike(self, value: Alike) -> None:
+        kind, text = value.kind, value.text
+        if text in self._memo or self._is_in_pairs:
+            # Other bytes than in the template: a recalled text, or objects that are not memoized.
+            self.put(value.make())
+        elif kind not in self._templates:
+            # Names that are new in the first value are recalled in the second and all others.
+            self._templates[kind] = None
+            self.put(value.make())
+        elif (template := self._templates[kind]) is None:
+            self._templates[kind] = self._put_template(value)
+        else:
+            pieces, last = template
+            for piece, is_text in pieces:
+                self.content += piece
+                if is_text:
+                    self._put_name(text)
+                else:
+                    # An object of this value, which nothing recalls.
+                    self._memoize(object())
+            self.content += last
+
+    def _put_template(self, value: Alike) -> _Template:
+        """Write a value, and return the pieces between its text and its numbers of the memo."""
+        outer, memoized = self._memoized, list[tuple[int, int, Any]]()
+        self._memoized = memoized
+        at = len(self.content)
+        self.put(value.make())
+        self._memoized = outer
+        if outer is not None:
+            outer += memoized
+        text_bytes = 5 + len(_encode_text(value.text))
+        pieces = []
+        for start, stop, memoized_value in memoized:
+            is_text = memoized_value == value.text
+            pieces.append((bytes(self.content[at : start - text_bytes * is_text]), is_text))
+            at = stop
+        return pieces, bytes(self.content[at:])
 
     def _put_tuple(self, value: tuple[Any, ...]) -> None:
         # Up to three items have an opcode for their number; more are counted from a mark.
