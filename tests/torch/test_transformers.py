@@ -15,7 +15,7 @@ CONFIG = {"model_type": "llama"}
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is not None, reason="transformers is installed"
 )
-def test_without_transformers() -> None:
+def test_a_missing_transformers_is_named() -> None:
     with pytest.raises(MissingExtraError, match=r"need transformers 5\.20 or later"):
         layouts(CONFIG, tp=2)
 

@@ -40,7 +40,7 @@ def test_round_trips_over_processes(tmp_path: Path) -> None:
     expect_elements(sp.load(tmp_path / "safetensors", make_tree()))
 
 
-def test_other_shardings_and_types(tmp_path: Path) -> None:
+def test_arrays_are_loaded_in_other_shardings_and_types(tmp_path: Path) -> None:
     sp.save(tmp_path / "saved", make_tree())
     like = {
         "weights": {"up": sp.abstract((7, 5), "float64", spec(TURNED, "-, t"))},
@@ -126,13 +126,15 @@ X = sp.ones((2, 3), spec=spec(DeviceMesh.of(x=2), "x, -"))
         (lambda path: sp.save(path, {"a": sp.abstract((2,))}), "an array in shards was expected"),
     ],
 )
-def test_what_is_not_saved(save: Callable[[Path], Any], text: str, tmp_path: Path) -> None:
+def test_values_that_cannot_be_saved_are_refused(
+    save: Callable[[Path], Any], text: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=text):
         save(tmp_path / "saved")
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_is_not_loaded(tmp_path: Path) -> None:
+def test_arrays_that_do_not_fit_are_refused_together(tmp_path: Path) -> None:
     sp.save(tmp_path / "saved", {"a": X, "b": X})
     wrong = {"a": sp.ones((3, 3)), "b": sp.astype(X, "float32"), "c": X}
     with pytest.raises(CheckpointError) as caught:

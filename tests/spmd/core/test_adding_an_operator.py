@@ -59,7 +59,7 @@ def weigh() -> Iterator[Operator]:
 @pytest.mark.usefixtures("weigh")
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("text", ["x, -", "-, y", "x, y", "y x, -"])
-def test_it_runs_on_shards(text: str, library: str) -> None:
+def test_an_added_operator_runs_on_shards(text: str, library: str) -> None:
     data, weights = np.arange(35.0).reshape(7, 5), np.arange(5.0)
     rows = sp.array(data, spec(MESH, text), runner=sp.in_process(library))
     found = sp.weigh(rows, weights)
@@ -72,14 +72,14 @@ def test_it_runs_on_shards(text: str, library: str) -> None:
 
 
 @pytest.mark.usefixtures("weigh")
-def test_contributions_to_it_wait() -> None:
+def test_an_added_operator_leaves_its_sum_partial() -> None:
     rows = sp.ones((4, 8), spec=spec(MESH, "-, y"))
     assert str(sp.weigh(rows, np.ones(8)).spec) == "- | sum(y)"
 
 
 @pytest.mark.usefixtures("weigh")
 @pytest.mark.parametrize("strategy", ["eager", "basic", "aggressive", "widest", "cost"])
-def test_it_is_traced_and_costed(strategy: str) -> None:
+def test_an_added_operator_is_traced_and_costed(strategy: str) -> None:
     rows = sp.abstract((64, 32), "bfloat16", spec(MESH, "x, -"))
     weights = sp.abstract((32,), "float32")
     topology = load_preset("h100-8").topology()
@@ -95,7 +95,7 @@ def test_it_is_traced_and_costed(strategy: str) -> None:
 
 
 @pytest.mark.usefixtures("weigh")
-def test_it_propagates() -> None:
+def test_an_added_operator_propagates_shardings() -> None:
     rule = table.rule_of("weigh", [(4, 8), (8,)])
     graph = sp.Graph.of([(4, 8), (8,)], [("weigh", [0, 1], rule)], [2])
     found = sp.propagate_graph(graph, {0: spec(MESH, "x, y")})
@@ -103,7 +103,7 @@ def test_it_propagates() -> None:
 
 
 @pytest.mark.usefixtures("weigh")
-def test_it_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_added_operator_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))
     page = import_module("rules_page")
     shipped = table.shipped_operators() | {"weigh"}
@@ -114,5 +114,5 @@ def test_it_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     ) in page.rules_document()
 
 
-def test_it_is_gone_with_its_row() -> None:
+def test_a_removed_operator_is_gone() -> None:
     assert not hasattr(sp, "weigh")

@@ -57,7 +57,7 @@ def test_the_standard_s_functions_and_the_issue_s_are_in_the_table() -> None:
     assert not set(ISSUE.split()) - shipped_operators()
 
 
-def test_operators_without_a_rule() -> None:
+def test_only_operators_with_results_of_unknown_shape_have_no_rule() -> None:
     """All that are replicated: their results' shapes depend on the values."""
     assert {name for name in shipped_operators() if not operators[name].has_rule} == {
         "nonzero",
@@ -103,7 +103,7 @@ def test_users_rules() -> None:
 
 
 @pytest.mark.usefixtures("own_rules")
-def test_users_rules_that_cannot_be() -> None:
+def test_invalid_rules_of_users_are_refused() -> None:
     with pytest.raises(SpecError, match="operator matmul has a rule of the package's"):
         rule("matmul")
     rule("short")(lambda shapes: "([i]) -> ([i]) {i=3}")
@@ -121,7 +121,7 @@ def test_a_user_may_give_a_rule_to_an_operator_without_one() -> None:
         table._table["nonzero"] = shipped
 
 
-def test_answers_are_found_once() -> None:
+def test_inferred_results_are_cached() -> None:
     first = operators["sum"].inferred([(4, 8)], axis=[1])
     assert operators["sum"].inferred(((4, 8),), axis=(1,)) is first
     assert operators["sum"].inferred([(4, 8)], axis=True) is not first

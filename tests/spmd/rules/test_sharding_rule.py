@@ -95,7 +95,7 @@ def test_many_factors_have_names() -> None:
     assert names[17:] == ("z", "z_1", "z_2") and len(set(names)) == 20
 
 
-def test_scalars_and_nothing() -> None:
+def test_rules_of_scalars_and_of_empty_dimensions_are_read() -> None:
     assert OpShardingRule.parse("([], []) -> ([]) {}").operand_shapes == ((), ())
     assert OpShardingRule.parse("() -> ([i]) {i=0}").result_shapes == ((0,),)
     assert OpShardingRule.parse("([1, i]) -> ([i]) {i=3}").operand_shapes == ((1, 3),)
@@ -120,7 +120,7 @@ def test_scalars_and_nothing() -> None:
         ("([2]) -> ([i]) {i=4}", "is not made of factors"),
     ],
 )
-def test_texts_that_are_not_rules(text: str, part: str) -> None:
+def test_texts_that_are_not_rules_are_refused(text: str, part: str) -> None:
     with pytest.raises(NotationError) as caught:
         OpShardingRule.parse(text)
     assert part in str(caught.value)
@@ -148,7 +148,7 @@ def test_texts_that_are_not_rules(text: str, part: str) -> None:
         (lambda: OpShardingRule([[[0]]], [[[0]]], [4], names=["ij"]), "factor name 'ij'"),
     ],
 )
-def test_rules_that_cannot_be(build: Any, part: str) -> None:
+def test_invalid_rules_are_refused(build: Any, part: str) -> None:
     with pytest.raises(SpecError) as caught:
         build()
     assert part in str(caught.value)
@@ -168,7 +168,7 @@ def test_a_factor_of_one_result_is_reduced_in_another() -> None:
         assert [str(one) for one in placed.results[0]] == ["x, -", "- | sum(x)"]
 
 
-def test_equal_rules_are_one() -> None:
+def test_equal_rules_are_the_same_object() -> None:
     assert OpShardingRule.parse(MATMUL) is OpShardingRule.parse(MATMUL.replace(" ", "", 1))
     assert OpShardingRule.parse(MATMUL) is not OpShardingRule.parse(
         MATMUL.replace("reduction={k}", "reduction={k:max}")

@@ -261,14 +261,14 @@ def test_rules_of_ones_own_are_products_where_they_sum_over_several_operands() -
     assert operations_of("a_users_own", rule_of("sum", [(3, 4)], axis=0)) == 0
 
 
-def test_what_is_read_in_part() -> None:
+def test_operands_read_in_part_count_in_part() -> None:
     table, rows = 4 * 100 * 8, 4 * 4 * 8
     assert moved_bytes("take", [table, 16], [rows]) == 16 + 2 * rows
     assert moved_bytes("sort", [table], [table]) == 2 * table
     assert moved_bytes("arange", [], [40]) == 40
 
 
-def test_the_roofline() -> None:
+def test_time_is_the_longer_of_work_and_memory_traffic() -> None:
     device = Device(10.0, (("float32", 5.0), ("int8", 20.0)))
     assert least_s(device, 100, 10, ["float32"]) == 20
     assert least_s(device, 100, 10, ["int8"]) == 5
@@ -288,7 +288,7 @@ def test_factors_of_one_dimension_are_cut_from_the_major_one_on() -> None:
     assert math.prod(local_sizes(nothing, [(0, 4), (4, 4), (0, 4)])) == 0
 
 
-def test_shapes_of_ranks() -> None:
+def test_shapes_are_those_of_each_rank() -> None:
     kind = sp.abstract((7, 5), "float32", spec(MESH, "x, y"))
     assert shapes_of(kind, (0, 2, 5)) == ((4, 2), (4, 1), (3, 1))
     assert shapes_of(sp.abstract((7, 5)), (0, 1)) == ((7, 5), (7, 5))

@@ -50,11 +50,11 @@ def test_invalid_addresses_are_refused(url: str) -> None:
         LinkAddress.of(url)
 
 
-def test_an_address_without_its_scheme() -> None:
+def test_an_address_may_omit_its_scheme() -> None:
     assert LinkAddress.of("trainer:29400") == LinkAddress("trainer", 29400)
 
 
-def test_loopback() -> None:
+def test_loopback_addresses_are_known() -> None:
     assert LinkAddress.of("tcp://127.0.0.1:1").is_loopback
     assert LinkAddress.of("tcp://localhost:1").is_loopback
     assert LinkAddress.of("tcp://[::1]:1").is_loopback
@@ -62,7 +62,7 @@ def test_loopback() -> None:
     assert LinkAddress.of("tcp://127.0.0.1:1").own_address() == "127.0.0.1"
 
 
-def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_loopback_addresses_need_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RESHARD_LINK_SECRET", raising=False)
     here, there = LinkAddress("127.0.0.1", 1), LinkAddress("10.0.0.1", 1)
     assert here.find_secret(None) == ""
@@ -105,7 +105,7 @@ def test_a_server_that_is_not_a_store_is_refused() -> None:
         *("169.254.1.1", "100.64.0.1", "100.127.255.255", "fd00::1", "fe80::1", "::ffff:10.0.0.1"),
     ],
 )
-def test_private_addresses(host: str) -> None:
+def test_private_addresses_are_accepted(host: str) -> None:
     LinkAddress(host, 1).check_privacy()
 
 
@@ -116,7 +116,7 @@ def test_private_addresses(host: str) -> None:
         *("2001:db8::1", "::ffff:8.8.8.8"),
     ],
 )
-def test_addresses_where_others_may_listen(host: str) -> None:
+def test_public_addresses_are_refused(host: str) -> None:
     with pytest.raises(UsageError, match=r"not private(.|\n)*insecure=True"):
         LinkAddress(host, 1).check_privacy()
 

@@ -191,7 +191,7 @@ def test_blocks_are_whole_on_every_rank_or_refused(
             }
 
 
-def test_layouts_without_blocks() -> None:
+def test_layouts_without_whole_blocks_are_refused() -> None:
     partial = reshard.spec(reshard.DeviceMesh.of(tp=2), "-, - | sum(tp)").layout((4, 4))
     assert in_blocks(partial, (2, 2)) == "the source is partial"
     assert "less than two dimensions" in str(in_blocks(Layout.replicated((4,)), (2, 2)))

@@ -94,7 +94,7 @@ def test_many_problems_are_counted() -> None:
     assert str(caught.value).splitlines()[-1] == "  ... 3 more"
 
 
-def test_a_member_of_two_tensors() -> None:
+def test_a_member_of_two_tensors_is_refused() -> None:
     # As a table says whose members have no `*`, of all layers.
     fused = [Entry(f"{layer}.qk", "int8", (4,), fusion=Fusion(("q", "k"))) for layer in range(2)]
     apart = [Entry(name, "int8", (2,)) for name in "qk"]
@@ -107,7 +107,7 @@ def test_a_member_of_two_tensors() -> None:
     assert {one.source_name for one in tied.matches} == {"0.qk"}
 
 
-def test_a_tensor_that_is_also_a_member() -> None:
+def test_a_tensor_that_is_also_a_member_is_refused() -> None:
     fused = Entry("qk", "int8", (4,), fusion=Fusion(("q", "k")))
     apart = [Entry(name, "int8", (2,)) for name in "qk"]
     with pytest.raises(ShardError, match="q: a tensor, and a member of qk") as caught:

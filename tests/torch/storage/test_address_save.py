@@ -84,7 +84,9 @@ def staged(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("format", ["torch-dcp", "sharded-safetensors", "safetensors"])
-def test_every_format(server: BucketServer, tmp_path: Path, format: str) -> None:
+def test_a_save_in_every_format_is_loaded_from_its_address(
+    server: BucketServer, tmp_path: Path, format: str
+) -> None:
     state = make_state()
     if format == "torch-dcp":
         state["steps"] = "a word"

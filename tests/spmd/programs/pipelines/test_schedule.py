@@ -94,7 +94,9 @@ cost = st.integers(1, 4)
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 10), cost, cost, cost)
-def test_gpipe_and_1f1b(n_ranks: int, n: int, f: int, i: int, w: int) -> None:
+def test_gpipe_and_1f1b_take_equal_time_and_hold_different_memory(
+    n_ranks: int, n: int, f: int, i: int, w: int
+) -> None:
     for order in ("gpipe", "1f1b"):
         table = Timetable(pipeline_schedule(order, n_ranks, n), StageCosts(f, i, w))
         assert table.length == (n + n_ranks - 1) * (f + i + w)
@@ -105,7 +107,9 @@ def test_gpipe_and_1f1b(n_ranks: int, n: int, f: int, i: int, w: int) -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), cost, cost)
-def test_interleaved(n_ranks: int, groups: int, per_rank: int, f: int, i: int) -> None:
+def test_more_stages_on_a_rank_divide_the_bubble_of_the_interleaved_order(
+    n_ranks: int, groups: int, per_rank: int, f: int, i: int
+) -> None:
     n = n_ranks * groups
     schedule = pipeline_schedule("interleaved", n_ranks, n, stages_per_rank=per_rank)
     table = Timetable(schedule, StageCosts(f, i, f))
@@ -116,7 +120,7 @@ def test_interleaved(n_ranks: int, groups: int, per_rank: int, f: int, i: int) -
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(0, 8), cost)
-def test_zb_h1(n_ranks: int, more: int, unit: int) -> None:
+def test_zb_h1_has_a_third_of_the_bubble(n_ranks: int, more: int, unit: int) -> None:
     n = n_ranks + more
     schedule = pipeline_schedule("zb-h1", n_ranks, n)
     table = Timetable(schedule, StageCosts(unit, unit, unit))

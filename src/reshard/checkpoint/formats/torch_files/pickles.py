@@ -98,7 +98,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alike:
-    """One of many values that are equal except for a text, such as the name of a tensor's storage.
+    """A value that equals many others except for a text, such as the name of a tensor's storage.
 
     `make()` returns the value. Values of the same `kind` differ only in `text`, which each contains
     once. The pickle contains each object with a state once, except those that all values of a kind
