@@ -48,7 +48,7 @@ def fake_groups() -> None:
     with LocalTensorMode(4):
         local = init_device_mesh("cpu", (4,))
         x = distribute_tensor(torch.arange(8.0), local, [Shard(0)])
-        refused(lambda: redistribute(x, (local, [Replicate()])), UsageError, "backend 'fake'")
+        refused(lambda: redistribute(x, (local, [Replicate()])), UsageError, "LocalTensorMode")
     x = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (4,)), [Shard(0)])
     refused(lambda: redistribute(x, (x.device_mesh, [Replicate()])), UsageError, "backend 'fake'")
     refused(lambda: refit({"w": x}, {"w": torch.zeros(8)}), UsageError, "backend 'fake'")

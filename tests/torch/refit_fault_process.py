@@ -18,7 +18,7 @@ from refit_models import CUTS, expect, expect_same, laid_out, layouts_of, values
 from reshard.errors import PlanError, ReshardError, RunError
 from reshard.torch import Refit, Transform, is_usable
 from reshard.torch.exchange.consistency import mark_unusable
-from reshard.torch.refitting import verification
+from reshard.torch.exchange import transfer
 
 FAULTY = 1
 TIMEOUT_S = 5
@@ -132,13 +132,13 @@ def fails_in_one_of_several_batches() -> None:
 def fails_while_it_verifies() -> None:
     """All learn at once of what one rank's comparison fails at, and go on in another group."""
     done, _ = prepared(None, new_group(PATIENT_S))
-    digest = verification._digest
+    digest = transfer._digest
 
     def fail(pieces: object) -> bytes:
         raise MemoryError("no more")
 
     if dist.get_rank() == FAULTY:
-        verification._digest = fail
+        transfer._digest = fail
     begun_s = time.monotonic()
     try:
         done.verify()
@@ -150,7 +150,7 @@ def fails_while_it_verifies() -> None:
     else:
         raise SystemExit("a rank failed, and this one knows nothing of it")
     expect(time.monotonic() - begun_s < PATIENT_S / 2, "too late")
-    verification._digest = digest
+    transfer._digest = digest
     done.renew(new_group(PATIENT_S))
     done.verify()
 
