@@ -17,8 +17,8 @@ import torch.distributed as dist
 from refit_models import CUTS, expect, expect_same, laid_out, layouts_of, values, zeros
 from reshard.errors import PlanError, ReshardError, RunError
 from reshard.torch import Refit, Transform, is_usable
-from reshard.torch.exchange.consistency import mark_unusable
 from reshard.torch.exchange import transfer
+from reshard.torch.exchange.consistency import mark_unusable
 
 FAULTY = 1
 TIMEOUT_S = 5
