@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.keywords import RequestArguments
 
 # The format of the states of engines' ranks, which alone can be taken apart into a model's tensors.
+# Its name is repeated here: conversions of other formats do not import its module.
 _ENGINE_STATE = "vllm-sharded-state"
 
 

@@ -192,7 +192,7 @@ def _choose(
     if places is not None:
         gaps = _encode_gaps(places)
         costs[Coding.GAPS] = _COUNT.itemsize + len(gaps)
-    # Of equal costs the first encoding, so that equal changes are equal bytes.
+    # The first of the cheapest encodings, so that equal changes have equal bytes.
     coding = min(costs, key=lambda option: (costs[option], option))
     if coding is Coding.GAPS:
         return coding, np.array(len(gaps), _COUNT).tobytes() + gaps.tobytes()

@@ -384,7 +384,7 @@ def _pull_into(
         pulled = [pullback(read, given_back, number) for number in wanted]
     for operand, one in zip([step.operands[number] for number in wanted], pulled, strict=True):
         if one is not None:
-            # Of the operand's shape and element type: summed over what was broadcast.
+            # A cotangent has the operand's shape and element type: broadcast dimensions are summed.
             fitting = summed_to(one, operand.type.shape)
             found.add(operand, data_types.astype(fitting, operand.type.dtype))
 

@@ -68,7 +68,7 @@ def compiled_runs(
         compile_whole: compiles a function.
     """
     is_work = [
-        # Of a mesh without a rank here nothing is computed.
+        # Nothing is computed for a mesh without a rank in this process.
         action.kind == "run" and bool(step.functions) and step.transport == "here"
         for action, step in ((action, steps[action.step]) for action in order)
     ]

@@ -301,8 +301,8 @@ class Transfer:
             for number, (name, digest) in enumerate(named):
                 if theirs[peer][number * _DIGEST_BYTES :][:_DIGEST_BYTES] != digest:
                     differences.append(f"{name} (from rank {peer})")
-        told = first_text(differences, _SHOWN)
-        problem = f"not the source's: {told}" if told else None
+        listed = first_text(differences, _SHOWN)
+        problem = f"not the source's: {listed}" if differences else None
         agree(CallSignature({"the comparison": b""}, problem), group)
         return Verification(tuple(differences), compared_bytes, tuple(left_out))
 

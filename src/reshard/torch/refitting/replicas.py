@@ -65,9 +65,9 @@ def compare_replicas(
         if len(ranks) > 1
     ]
     if wrong:
-        told = first_lines(wrong, _SHOWN)
+        listed = first_lines(wrong, _SHOWN)
         group.raise_on_all(
-            ShardError(f"{len(wrong)} replicas are not equal; whose values count?{told}")
+            ShardError(f"{len(wrong)} replicas are not equal; whose values count?{listed}")
         )
 
 

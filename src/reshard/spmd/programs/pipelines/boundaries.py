@@ -279,7 +279,7 @@ class Boundaries:
         # Before anything below can fail: the ranks of a group that a failure broke meet again here,
         # all of them together.
         self._groups = [rank_group(group) for group in groups.values()]
-        # What must be equal on the ranks of neighbouring stages.
+        # The properties that must be equal on the ranks of neighbouring stages.
         tasks = [[str(task) for task in line] for line in schedule.tasks]
         meant = tasks, [(one.mesh.text, one.mesh.devices, str(one)) for one in taken]
         digest = hashlib.blake2b(repr(meant).encode(), digest_size=16).hexdigest()
