@@ -14,7 +14,7 @@ if os.environ.get("RESHARD_ENGINE") != "transformers":
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from checkpoint.naming.test_llama_names import (
+from checkpoint.pretrained.test_names import (
     CONFIG,
     PARAMETERS,
     made,
