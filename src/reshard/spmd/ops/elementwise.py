@@ -95,15 +95,13 @@ def make_function(operator: Operator) -> Function:
         return call(name, (x,))
 
     def binary(x1: Any, x2: Any, /) -> Any:
-        try:
-            # The shortest way for two arrays whose operation is compiled. All else, numbers and
-            # other libraries' arrays too, goes by `call`.
-            found = x1.runner.calls[name, x1.type, x2.type]
-        except (KeyError, AttributeError, TypeError):
-            found = None
-        is_known = found is not None and not found.factors
-        if is_known and x2.runner is x1.runner and not recorders.active:
-            return found.run(x1, x2)
+        # The shortest way for an array and an array or number whose operation is compiled.
+        is_array = isinstance(x2, ArrayValue)
+        if isinstance(x1, ArrayValue) and (not is_array or x1.runner is x2.runner):
+            kind = x2.type if is_array else x2.__class__
+            found = x1.runner.calls.get((name, x1.type, kind))
+            if found is not None and not (found.factors or recorders.active):
+                return found.run(x1, x2)
         return call(name, operands(x1, x2))
 
     def variadic(*arrays: Any, **attributes: Any) -> Any:

@@ -16,6 +16,7 @@ A `Recorder` observes every operation that is executed while it is listening.
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,7 +65,8 @@ def compute(
     rows: list[Any] = []
     failure = None
     try:
-        rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
+        by_rank = zip(*columns, strict=True)
+        rows = [function(*row) for function, row in zip(functions, by_rank, strict=True)]
     except REFUSALS as error:
         failure = make_refusal(name, operands, runner, error)
     # Every rank takes part, whether it failed or not: otherwise the others would wait for it.
@@ -101,11 +103,10 @@ def make_run(
     # If this process has no shards, there are no functions.
     is_same = len({id(one) for one in functions}) == 1
     function: Callable[..., Any] = functions[0] if is_same else compute
-    arrays_only = all(one is not None for one in call.operands)
-    # A single result, one function for all ranks, only arrays as operands, and no failure that only
-    # some ranks could have: operations on arrays of fitting shardings, the most frequent.
+    # A single result, one function for all ranks, and no failure that only some ranks could have:
+    # operations on arrays of fitting shardings, and on numbers, the most frequent.
     is_final = call.is_single and call.made == call.results
-    is_plain = is_final and is_same and arrays_only and not call.shares_failure
+    is_plain = is_final and is_same and not call.shares_failure
     is_plain = is_plain and not any(movements) and not runner.is_abstract
     if is_plain and len(call.operands) == 1:
 
@@ -114,22 +115,25 @@ def make_run(
             made = new(wrap)
             made.type = result
             try:
-                made._shards = tuple([function(shard) for shard in x._shards])
+                made._shards = tuple(map(function, x._shards))
             except REFUSALS as error:
                 refuse(name, (x,), runner, error)
             made.runner = runner
-            if views:
-                mark_views((x,), (made,))
+            if views and x.is_given:
+                made.mark_given()
             return made
 
         return run_one
     if is_plain and len(call.operands) == 2:
+        has_left, has_right = (kind is not None for kind in call.operands)
 
         def run_two(x: Any, y: Any) -> Any:
             made = new(wrap)
             made.type = result
+            left = x._shards if has_left else itertools.repeat(x)
+            right = y._shards if has_right else itertools.repeat(y)
             try:
-                made._shards = tuple(map(function, x._shards, y._shards))
+                made._shards = tuple(map(function, left, right))
             except REFUSALS as error:
                 refuse(name, (x, y), runner, error)
             made.runner = runner
@@ -139,11 +143,15 @@ def make_run(
 
         return run_two
     count = len(functions)
+    takes = [
+        (kind is not None and move is None and not runner.is_abstract, move, spec)
+        for kind, move, spec in zip(call.operands, movements, call.runs_with, strict=True)
+    ]
 
     def run(*operands: Any) -> Any:
         columns = [
-            take_column(operand, move, spec, count, runner)
-            for operand, move, spec in zip(operands, movements, call.runs_with, strict=True)
+            x._shards if is_here else take_column(x, move, spec, count, runner)
+            for x, (is_here, move, spec) in zip(operands, takes, strict=True)
         ]
         rows = compute(name, functions, columns, operands, runner, call.shares_failure)
         if is_final:
@@ -370,11 +378,22 @@ def call(
         UsageError: operands of different runners, or no sharded array among them.
         SpecError: shapes or attributes that the operator cannot have.
     """
-    # The key has only the class of a number: its value is an operand of the compiled operation.
-    key = (name, *[x.type if isinstance(x, ArrayValue) else x.__class__ for x in operands])
+    parts: list[Any] = [name]
+    runner: Runner | None = None
+    for x in operands:
+        if isinstance(x, ArrayValue):
+            parts.append(x.type)
+            if x.runner is not runner:
+                runner = x.runner if runner is None else _common_runner(name, runner, x.runner)
+        else:
+            # Only the class of a number: its value is an operand of the compiled operation.
+            parts.append(x.__class__)
+    if runner is None:
+        raise _refuse_operands(name, operands)
     if attributes or options:
-        key = (*key, _freeze(attributes or {}), _freeze(options or {}))
-    runner = _find_runner(name, operands)
+        # As text, in which 1, 1.0 and True are different.
+        parts += repr(attributes), repr(options)
+    key = tuple(parts)
     found = runner.calls.get(key)
     # Factors are checked at each call, because arrays of equal types may differ in elements.
     if found is None or (found.factors and not are_finite(found.factors, operands, runner)):
@@ -383,11 +402,6 @@ def call(
     if recorders.active:
         _notify(found, operands, results)
     return results
-
-
-def _freeze(values: Attributes) -> tuple[Any, ...]:
-    """Return a key that is equal for equal attributes only: 1, 1.0 and True are different."""
-    return tuple([(name, repr(value)) for name, value in values.items()])
 
 
 def _notify(done: CompiledCall, operands: Sequence[Any], results: Any) -> None:
@@ -409,25 +423,22 @@ def notify_recorder(
     recorder.record(done, operands, results)
 
 
-def _find_runner(name: str, operands: Sequence[Any]) -> Runner:
-    runner: Runner | None = None
+def _common_runner(name: str, runner: Runner, other: Runner) -> Runner:
+    """Return the runner of operands of two runners. Raises UsageError unless one is abstract."""
+    # An abstract runner takes arrays with elements, the constants of a traced function, as operands.
+    if other.is_abstract or runner.is_abstract:
+        return other if other.is_abstract else runner
+    raise UsageError(
+        f"{name} of arrays of {runner!r} and of {other!r}; make both with one runner: "
+        "sp.array(x.to_dense(), spec)"
+    )
+
+
+def _refuse_operands(name: str, operands: Sequence[Any]) -> UsageError:
     for operand in operands:
-        if isinstance(operand, ArrayValue):
-            # An abstract runner takes arrays with elements, the constants of a traced function, as
-            # operands.
-            if runner is None or operand.runner.is_abstract:
-                runner = operand.runner
-            elif operand.runner is not runner and not runner.is_abstract:
-                raise UsageError(
-                    f"{name} of arrays of {runner!r} and of {operand.runner!r}; make both with "
-                    "one runner: sp.array(x.to_dense(), spec)"
-                )
-    if runner is None:
-        for operand in operands:
-            refuse_traced(name, operand)
-        said = ", ".join(map(reprlib.repr, operands))
-        raise UsageError(f"{name} of {said}; at least one sp.array(...) was expected")
-    return runner
+        refuse_traced(name, operand)
+    said = ", ".join(map(reprlib.repr, operands))
+    return UsageError(f"{name} of {said}; at least one sp.array(...) was expected")
 
 
 def common_mesh(name: str, types: Sequence[ArrayType | None]) -> DeviceMesh | None:
