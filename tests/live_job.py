@@ -38,8 +38,6 @@ IMPORTED_WHEN_USED = (
     "torch.distributed.tensor.experimental._attention",
 )
 """Modules that functions of torch, NumPy and safetensors import when ranks call them."""
-DRIVERS = {"<lambda>", "<module>", "main", "report_each", "run_cases"}
-"""Functions of scripts that run their cases."""
 OF_EACH_RANK = {"link_ends"}
 """Modules that read the number of their rank when they are imported."""
 
@@ -60,33 +58,13 @@ def become_rank(rank: int, folder: Path, run: Callable[[], object]) -> None:
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         sys.stderr.write(f"{ended.code}\n")
-        if code:
-            (folder / f"case{rank}").write_text(find_case(ended))
-    except BaseException as error:
+    except BaseException:
         traceback.print_exc()
-        (folder / f"case{rank}").write_text(find_case(error))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         # Now and then torch 2.13 aborts while the interpreter takes its threads down.
         os._exit(code)
-
-
-def find_case(error: BaseException) -> str:
-    """Return the case in which a rank failed: the outermost function of the tests that is none of
-    `DRIVERS`, or an empty text.
-    """
-    causes = [error]
-    while causes[-1].__cause__ is not None:
-        causes.append(causes[-1].__cause__)
-    # A script that runs functions of other tests may name them in an error of its own.
-    for cause in reversed(causes):
-        for frame in traceback.extract_tb(cause.__traceback__):
-            path = Path(frame.filename)
-            is_of_tests = frame.filename == sys.argv[0] or path.is_relative_to(TESTS)
-            if is_of_tests and path != Path(__file__) and frame.name not in DRIVERS:
-                return frame.name
-    return ""
 
 
 def run_job(folder: Path, ranks: int, script: str, arguments: list[str]) -> None:

@@ -26,14 +26,16 @@ TESTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended. `code` is negative where a signal ended it.
-
-    `case` is the function of the script in which it failed, if known.
-    """
+    """How one rank ended. `code` is negative where a signal ended it."""
 
     code: int
     output: str
-    case: str = ""
+
+    def cases(self, result: str) -> list[str]:
+        """Return the cases that this rank reports to have `"ended"` or `"failed"`."""
+        start = f'{{"{result}": '
+        lines = self.output.splitlines()
+        return [json.loads(line)[result] for line in lines if line.startswith(start)]
 
 
 running_item: Any = None
@@ -208,36 +210,27 @@ def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 18
         if code:
             raise RuntimeError(f"the job did not start: {(folder / 'job').read_text()}")
         codes = json.loads((folder / "codes").read_text())
-        files = [folder / f"case{rank}" for rank in range(ranks)]
-        cases = [path.read_text() if path.exists() else "" for path in files]
-    return [Ended(*one) for one in zip(codes, outputs, cases, strict=True)]
+    return [Ended(*rank) for rank in zip(codes, outputs, strict=True)]
 
 
 def expect_all_end_well(ended: list[Ended]) -> None:
     """Fail with what the ranks wrote, where one of them failed.
 
-    Cases are items by name: those that ranks fail in, and those that end on all of them.
+    Cases that ranks report (`rank_cases.reported`) are shown as items: those that ended on all
+    ranks, in order, and those that failed on any.
     """
-    for case in find_ended_cases(ended):
+    first, *others = ([*dict.fromkeys(rank.cases("ended"))] for rank in ended)
+    for case in first:
+        if all(case in cases for cases in others):
+            with subtest(case):
+                pass
+    outputs = "\n".join(f"--- rank {n}\n{rank.output}" for n, rank in enumerate(ended))
+    failed = dict.fromkeys(case for rank in ended for case in rank.cases("failed"))
+    for case in failed:
         with subtest(case):
-            pass
-    told = "\n".join(f"--- rank {rank}\n{one.output}" for rank, one in enumerate(ended))
-    cases = dict.fromkeys(one.case for one in ended if one.case)
-    for case in cases:
-        with subtest(case):
-            raise AssertionError(told)
-    told = f"ranks failed in {', '.join(cases)}" if cases else told
-    assert [one.code for one in ended] == [0] * len(ended), told
-
-
-def find_ended_cases(ended: list[Ended]) -> list[str]:
-    """Return the cases that all ranks report to have ended (`rank_cases.report_each`), in order."""
-    lines = [rank.output.splitlines() for rank in ended]
-    return [
-        json.loads(line)["ended"]
-        for line in lines[0]
-        if line.startswith('{"ended": ') and all(line in others for others in lines)
-    ]
+            raise AssertionError(outputs)
+    message = f"ranks failed in {', '.join(failed)}" if failed else outputs
+    assert [rank.code for rank in ended] == [0] * len(ended), message
 
 
 def subtest(name: str) -> AbstractContextManager[None, bool | None]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -21,13 +22,23 @@ def run_cases(cases: Iterable[Callable[[], object]]) -> NoReturn:
     os._exit(0)
 
 
-def report_each(cases: Iterable[Callable[[], object]]) -> None:
-    """Run every case in turn, and write a line of JSON after each.
-
-    `live_processes.find_ended_cases` reads the lines.
-    """
+def report_each(cases: Iterable[Callable[..., object]], *arguments: object) -> None:
+    """Run every case in turn with the arguments, and report it by its name."""
     for case in cases:
-        case()
-        name = getattr(case, "__name__", repr(case))
-        sys.stdout.write(json.dumps({"ended": name}) + "\n")
+        with reported(getattr(case, "__name__", repr(case))):
+            case(*arguments)
+
+
+@contextlib.contextmanager
+def reported(case: str) -> Iterator[None]:
+    """Write a line of JSON after a case, with how it ended.
+
+    `live_processes.expect_all_end_well` shows the cases that ranks report.
+    """
+    result = "failed"
+    try:
+        yield
+        result = "ended"
+    finally:
+        sys.stdout.write(json.dumps({result: case}) + "\n")
         sys.stdout.flush()

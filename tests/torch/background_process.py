@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import torch
 import torch.distributed as dist
 
 import reshard
+from rank_cases import run_cases
 from refit_models import expect, part, whole
 from reshard.errors import RunError
 from reshard.layout import Layout
@@ -34,7 +34,7 @@ def own(seed: int, layout: Layout) -> torch.Tensor:
     return found
 
 
-def goes_on_without_being_waited_for() -> None:
+def tensors_arrive_though_no_rank_waits() -> None:
     """All of it arrives in a fraction of its own memory, though nobody waits for it."""
     rows, columns = layouts()
     out = torch.zeros(columns.local_shape(dist.get_rank()) or ())
@@ -50,7 +50,7 @@ def goes_on_without_being_waited_for() -> None:
     expect(begun.wait() is out and begun.wait() is out, "another result")
 
 
-def several_at_once() -> None:
+def concurrent_redistributions_do_not_mix() -> None:
     """Two, and messages and collectives of the program's own on the same group, do not mix."""
     rows, columns = layouts()
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -72,7 +72,7 @@ def several_at_once() -> None:
         expect(torch.equal(first.wait(), own(turn, columns)), "the first")
 
 
-def some_wait_at_once() -> None:
+def ranks_may_wait_at_different_times() -> None:
     """Whether a rank goes on is its own affair: the others need not do the same."""
     rows, columns = layouts()
     rank = dist.get_rank()
@@ -117,7 +117,7 @@ def results_are_compared_with_the_source() -> None:
     expect(begun.verify().left_out == ("the tensor",), "combined contributions were compared")
 
 
-def errors_come_with_wait() -> None:
+def wait_raises_the_errors_of_the_thread() -> None:
     """What the thread raises is raised by `wait`, again and again; a thread runs once at a time."""
     rows, columns = layouts()
     start = MessageExchange.start
@@ -154,18 +154,13 @@ def errors_come_with_wait() -> None:
         expect(transfer.is_done and not transfer.has_failed, "not done")
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    goes_on_without_being_waited_for()
-    several_at_once()
-    some_wait_at_once()
-    results_are_compared_with_the_source()
-    errors_come_with_wait()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
-    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
-    os._exit(0)
+    run_cases(
+        [
+            tensors_arrive_though_no_rank_waits,
+            concurrent_redistributions_do_not_mix,
+            ranks_may_wait_at_different_times,
+            results_are_compared_with_the_source,
+            wait_raises_the_errors_of_the_thread,
+        ]
+    )

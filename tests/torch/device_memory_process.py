@@ -11,6 +11,7 @@ import torch.distributed as dist
 import reshard
 import reshard.torch
 from fake_devices import FakeDevices
+from rank_cases import report_each
 from refit_models import part
 from reshard.torch import Refit
 from reshard.torch.exchange import groups
@@ -38,16 +39,7 @@ def local(side: str, turn: int = 0) -> torch.Tensor:
     return found
 
 
-def main() -> None:
-    devices: list[Any] = []
-
-    def make() -> Any:
-        devices.append(FakeDevices())
-        return devices[-1]
-
-    groups.seen_devices = lambda: b"the same devices"  # type: ignore[assignment]
-    groups.DeviceMemory = make  # type: ignore[assignment, misc]
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+def tensors_move_by_device_memory() -> None:
     shared = rank_group(None).shared_memory
     assert shared is not None and shared.serves(torch.device("cpu"))
     for extra_bytes in (64 << 20, 256):
@@ -58,14 +50,38 @@ def main() -> None:
                 local(before), SIDES[after], method="exchange", **options
             )
             assert torch.equal(found, expected), (before, after)
+
+
+def refits_move_by_device_memory_again() -> None:
     own, into = local("rows"), torch.zeros_like(local("columns"))
     refit = Refit.prepare({"w": (own, SIDES["rows"])}, {"w": (into, SIDES["columns"])}, buckets=999)
     for turn in range(3):
         own.copy_(local("rows", turn))
         refit.run()
         assert torch.equal(into, local("columns", turn)), turn
-    (asked,) = (one.events for one in devices)
-    assert {"allocate", "export", "open", "mark", "wait"} == set(asked), set(asked)
+
+
+def main() -> None:
+    devices: list[FakeDevices] = []
+
+    def make() -> FakeDevices:
+        devices.append(FakeDevices())
+        return devices[-1]
+
+    def every_operation_of_the_devices_was_called() -> None:
+        (calls,) = (device.events for device in devices)
+        assert {"allocate", "export", "open", "mark", "wait"} == set(calls), set(calls)
+
+    groups.seen_devices = lambda: b"the same devices"  # type: ignore[assignment]
+    groups.DeviceMemory = make  # type: ignore[assignment, misc]
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    report_each(
+        [
+            tensors_move_by_device_memory,
+            refits_move_by_device_memory_again,
+            every_operation_of_the_devices_was_called,
+        ]
+    )
     dist.barrier()
 
 

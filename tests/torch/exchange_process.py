@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
+from rank_cases import reported
 from reshard.layout import Box, Layout
 from reshard.torch.exchange import exchange as exchange_module
 from reshard.torch.exchange.exchange import MessageExchange
@@ -74,27 +75,36 @@ def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool, is_hosted: boo
     return copies[0] // 2
 
 
+def check_pieces(dtype: torch.dtype) -> None:
+    """Compare the number of packed pieces with that of the rows of the messages."""
+    # Rows of a message in each limit, and so pieces of ranks 1 and 2 together, and of rank 3.
+    for limit_bytes in (64, 1 << 11, 1 << 13, 1 << 20):
+        message = limit_bytes // 4
+        pieces = []
+        for low, high in (WANTED[1], WANTED[3]):
+            row_bytes = (high - low) * dtype.itemsize
+            if row_bytes > message:
+                pieces.append(ROWS * -(-row_bytes // (message // 16 * 16)))
+            else:
+                pieces.append(-(-ROWS // (message // row_bytes)))
+        found = check(limit_bytes, dtype, is_grouped=False)
+        # A row, or a part of one, is dense: it is sent where it lies unless it is cast.
+        is_packed = message >= 2 * 48 * dtype.itemsize or dtype is torch.bfloat16
+        if dist.get_rank() == 0 and is_packed:
+            assert found == sum(pieces), (found, pieces, limit_bytes, dtype)
+
+
 def main() -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    is_first = dist.get_rank() == 0
     for dtype in (torch.float32, torch.bfloat16):
-        # Rows of a message in each limit, and so pieces of ranks 1 and 2 together, and of rank 3.
-        for limit_bytes in (64, 1 << 11, 1 << 13, 1 << 20):
-            message = limit_bytes // 4
-            pieces = []
-            for low, high in (WANTED[1], WANTED[3]):
-                row_bytes = (high - low) * dtype.itemsize
-                if row_bytes > message:
-                    pieces.append(ROWS * -(-row_bytes // (message // 16 * 16)))
-                else:
-                    pieces.append(-(-ROWS // (message // row_bytes)))
-            found = check(limit_bytes, dtype, is_grouped=False)
-            # A row, or a part of one, is dense: it is sent where it lies unless it is cast.
-            if is_first and (message >= 2 * 48 * dtype.itemsize or dtype is torch.bfloat16):
-                assert found == sum(pieces), (found, pieces, limit_bytes, dtype)
-        check(1 << 13, dtype, is_grouped=True)
+        name = str(dtype).removeprefix("torch.")
+        with reported(f"{name}_pieces_for_several_ranks_are_packed_once"):
+            check_pieces(dtype)
+        with reported(f"grouped_messages_of_{name}_arrive"):
+            check(1 << 13, dtype, is_grouped=True)
         # As tensors of a device travel by gloo: even what is dense is staged.
-        check(1 << 13, dtype, is_grouped=False, is_hosted=True)
+        with reported(f"messages_of_{name}_staged_in_host_memory_arrive"):
+            check(1 << 13, dtype, is_grouped=False, is_hosted=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import reshard
+from rank_cases import reported
 from rank_endings import end_last
 from reshard.collectives import Program, find_program
 from reshard.errors import PlanError, ReshardError, RunError, UsageError
@@ -44,7 +45,7 @@ CULPRIT = f"rank 1 (host {socket.gethostname()}, process "
 SHAPE = (12, 12)
 
 
-def expect(
+def expect_error(
     kind: type[Exception], text: str, action: Callable[[], Any], culprit: str = "", cause: str = ""
 ) -> None:
     """The action raises that error, in time, and says so; and who failed, where others did."""
@@ -74,173 +75,188 @@ def own() -> torch.Tensor:
     return torch.ones(layouts()[0].local_shape(dist.get_rank()))
 
 
-def disagreements() -> None:
+def arguments_differ_or_cannot_be_used() -> None:
     """Arguments that differ, or cannot be used: all ranks say which, and can go on."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows, columns = layouts()
     last = ranks - 1
     others = ", ".join(map(str, range(last)))
+    with reported("targets_that_differ_between_ranks_are_named"):
+        expect_error(
+            PlanError,
+            f"do not mean the same by 'target': ranks {others} mean `{columns} of shape "
+            f"{[*SHAPE]}`; rank {last} mean `{rows} of shape {[*SHAPE]}`. Nothing was moved; give "
+            "every rank the",
+            lambda: redistribute(own(), rows if rank == last else columns, source=rows),
+        )
+        mesh = init_device_mesh("cpu", (ranks,))
+        where = f"over the ranks {[*range(ranks)]} of shape {[5 * ranks]}"
+        expect_error(
+            PlanError,
+            f"mean `{[Shard(0)]} {where}`; rank {last} mean `{[Replicate()]} {where}`",
+            lambda: redistribute(
+                torch.ones(5),
+                (mesh, [Replicate() if rank == last else Shard(0)]),
+                source=(mesh, [Shard(0)]),
+                shape=(5 * ranks,),
+            ),
+        )
+    with reported("sources_dtypes_and_limits_that_differ_between_ranks_are_refused"):
+        other = Layout.whole((5,), [0], 1)
+        expect_error(
+            PlanError,
+            "'source'",
+            lambda: (
+                redistribute(
+                    torch.ones(5) if rank == 0 else None, other, source=other, dtype=torch.float32
+                )
+                if rank == 0
+                else redistribute(own(), columns, source=rows)
+            ),
+        )
+        expect_error(
+            PlanError,
+            "'dtype'",
+            lambda: redistribute(
+                own().to(torch.float64 if rank == 1 else None), columns, source=rows
+            ),
+        )
+        expect_error(
+            PlanError,
+            "'extra_bytes'",
+            lambda: redistribute(own(), columns, source=rows, extra_bytes=1000 + rank),
+        )
+    with reported("a_source_that_no_rank_gives_is_refused"):
+        expect_error(UsageError, "no rank says", lambda: redistribute(None, columns))
+    with reported("tensors_that_do_not_fit_the_source_are_refused"):
+        expect_error(
+            RunError,
+            f"rank {last}: ShardError: tensor has local shape [1, 2]",
+            lambda: redistribute(torch.ones(1, 2) if rank == last else own(), columns, source=rows),
+        )
+        expect_error(
+            RunError,
+            "rank 1: ShardError: tensor is None",
+            lambda: redistribute(
+                None if rank == 1 else own(), columns, source=rows, dtype=torch.float32
+            ),
+        )
+        expect_error(
+            RunError,
+            "rank 1: UsageError: dtype=torch.float64, but the tensor is torch.float32",
+            lambda: redistribute(
+                own(), columns, source=rows, dtype=torch.float64 if rank == 1 else None
+            ),
+        )
+        expect_error(
+            RunError,
+            "rank 1: UsageError: shape=[9, 9], but the source has shape [12, 12]",
+            lambda: redistribute(own(), columns, source=rows, shape=(9, 9) if rank == 1 else None),
+        )
+        expect_error(
+            RunError,
+            "rank 1: UsageError: tensor is a int",
+            lambda: redistribute(3 if rank == 1 else own(), columns, source=rows),
+        )
+    with reported("invalid_memory_limits_are_refused"):
+        expect_error(
+            RunError,
+            "extra_bytes=63: too little",
+            lambda: redistribute(own(), columns, source=rows, extra_bytes=63),
+        )
+        expect_error(
+            RunError,
+            "rank 1: UsageError",
+            lambda: redistribute(
+                own(), columns, source=rows, extra_bytes="1" if rank == 1 else DEFAULT_EXTRA_BYTES
+            ),
+        )
+    with reported("outs_that_do_not_fit_are_refused"):
+        expect_error(
+            RunError,
+            "rank 0: ShardError: out has local shape",
+            lambda: redistribute(
+                own(), columns, source=rows, out=torch.ones(1) if rank == 0 else None
+            ),
+        )
+        expect_error(
+            RunError,
+            "rank 0: ShardError: out has shape",
+            lambda: redistribute(
+                own(),
+                columns,
+                source=rows,
+                out=torch.ones(1, 1).expand(columns.local_shape(0)) if rank == 0 else None,
+            ),
+        )
+    with reported("tensors_written_in_part_are_refused_until_filled"):
+        tensor = own()
+        if rank == 1:
+            mark_unusable(tensor)
+        expect_error(
+            RunError,
+            "rank 1: ShardError: tensor, torch.float32 of shape [4, 12], is partly new and "
+            "partly old",
+            lambda: redistribute(tensor, columns, source=rows),
+        )
+        tensor.fill_(1)
+        redistribute(tensor, columns, source=rows)
+        filled = torch.zeros(columns.local_shape(rank))
+        mark_unusable(filled)
+        redistribute(tensor, columns, source=rows, out=filled)
+        assert is_usable(filled)
+    with reported("an_out_that_shares_memory_with_the_tensor_is_refused"):
+        expect_error(
+            RunError,
+            "out shares memory with the tensor itself",
+            lambda: redistribute(tensor, rows, source=rows, out=tensor),
+        )
+    with reported("targets_that_the_ranks_cannot_hold_are_refused"):
+        expect_error(
+            RunError,
+            "UsageError: a target of type str",
+            lambda: redistribute(own(), "S(0)", source=rows),
+        )
+        far = Layout.whole(SHAPE, [ranks], ranks + 1)
+        expect_error(
+            RunError,
+            f"the target has parts on ranks [{ranks}]",
+            lambda: redistribute(own(), far, source=rows),
+        )
+        some = Layout.flat_ranges((12,), {0: (0, 5)})
+        expect_error(
+            RunError,
+            "PlanError",
+            lambda: redistribute(
+                torch.ones(5) if rank == 0 else None,
+                Layout.replicated((12,), ranks),
+                source=some,
+                dtype=torch.float32,
+            ),
+        )
+    with reported("gradients_that_cannot_be_computed_are_refused"):
+        expect_error(
+            PlanError,
+            "require gradients and others' do not",
+            lambda: redistribute(own().requires_grad_(rank == 0), columns, source=rows),
+        )
+        expect_error(
+            UsageError,
+            "out= with a tensor that requires gradients",
+            lambda: redistribute(own().requires_grad_(), columns, source=rows, async_op=True),
+        )
+        partial = reshard.spec(reshard.DeviceMesh.of(x=ranks), "-, - | max(x)").layout(SHAPE)
+        expect_error(
+            RunError,
+            "a max of contributions has no gradient",
+            lambda: redistribute(torch.ones(SHAPE, requires_grad=True), columns, source=partial),
+        )
+    with reported("redistribution_works_after_every_refusal"):
+        found = redistribute(own(), columns, source=rows)
+        assert torch.equal(found, torch.ones(columns.local_shape(rank)))
 
-    expect(
-        PlanError,
-        f"do not mean the same by 'target': ranks {others} mean `{columns} of shape {[*SHAPE]}`; "
-        f"rank {last} mean `{rows} of shape {[*SHAPE]}`. Nothing was moved; give every rank the",
-        lambda: redistribute(own(), rows if rank == last else columns, source=rows),
-    )
-    mesh = init_device_mesh("cpu", (ranks,))
-    where = f"over the ranks {[*range(ranks)]} of shape {[5 * ranks]}"
-    expect(
-        PlanError,
-        f"mean `{[Shard(0)]} {where}`; rank {last} mean `{[Replicate()]} {where}`",
-        lambda: redistribute(
-            torch.ones(5),
-            (mesh, [Replicate() if rank == last else Shard(0)]),
-            source=(mesh, [Shard(0)]),
-            shape=(5 * ranks,),
-        ),
-    )
-    other = Layout.whole((5,), [0], 1)
-    expect(
-        PlanError,
-        "'source'",
-        lambda: (
-            redistribute(
-                torch.ones(5) if rank == 0 else None, other, source=other, dtype=torch.float32
-            )
-            if rank == 0
-            else redistribute(own(), columns, source=rows)
-        ),
-    )
-    expect(
-        PlanError,
-        "'dtype'",
-        lambda: redistribute(own().to(torch.float64 if rank == 1 else None), columns, source=rows),
-    )
-    expect(
-        RunError,
-        f"rank {last}: ShardError: tensor has local shape [1, 2]",
-        lambda: redistribute(torch.ones(1, 2) if rank == last else own(), columns, source=rows),
-    )
-    expect(
-        RunError,
-        "rank 1: ShardError: tensor is None",
-        lambda: redistribute(
-            None if rank == 1 else own(), columns, source=rows, dtype=torch.float32
-        ),
-    )
-    expect(
-        RunError,
-        "extra_bytes=63: too little",
-        lambda: redistribute(own(), columns, source=rows, extra_bytes=63),
-    )
-    expect(
-        RunError,
-        "rank 1: UsageError",
-        lambda: redistribute(
-            own(), columns, source=rows, extra_bytes="1" if rank == 1 else DEFAULT_EXTRA_BYTES
-        ),
-    )
-    expect(
-        RunError,
-        "rank 1: UsageError: dtype=torch.float64, but the tensor is torch.float32",
-        lambda: redistribute(
-            own(), columns, source=rows, dtype=torch.float64 if rank == 1 else None
-        ),
-    )
-    expect(
-        RunError,
-        "rank 1: UsageError: shape=[9, 9], but the source has shape [12, 12]",
-        lambda: redistribute(own(), columns, source=rows, shape=(9, 9) if rank == 1 else None),
-    )
-    expect(
-        RunError,
-        "rank 1: UsageError: tensor is a int",
-        lambda: redistribute(3 if rank == 1 else own(), columns, source=rows),
-    )
-    expect(
-        PlanError,
-        "'extra_bytes'",
-        lambda: redistribute(own(), columns, source=rows, extra_bytes=1000 + rank),
-    )
-    expect(
-        RunError,
-        "rank 0: ShardError: out has local shape",
-        lambda: redistribute(own(), columns, source=rows, out=torch.ones(1) if rank == 0 else None),
-    )
-    expect(
-        RunError,
-        "rank 0: ShardError: out has shape",
-        lambda: redistribute(
-            own(),
-            columns,
-            source=rows,
-            out=torch.ones(1, 1).expand(columns.local_shape(0)) if rank == 0 else None,
-        ),
-    )
-    tensor = own()
-    if rank == 1:
-        mark_unusable(tensor)
-    expect(
-        RunError,
-        "rank 1: ShardError: tensor, torch.float32 of shape [4, 12], is partly new and partly old",
-        lambda: redistribute(tensor, columns, source=rows),
-    )
-    tensor.fill_(1)
-    redistribute(tensor, columns, source=rows)
-    filled = torch.zeros(columns.local_shape(rank))
-    mark_unusable(filled)
-    redistribute(tensor, columns, source=rows, out=filled)
-    assert is_usable(filled)
-    expect(
-        RunError,
-        "out shares memory with the tensor itself",
-        lambda: redistribute(tensor, rows, source=rows, out=tensor),
-    )
-    expect(
-        RunError,
-        "UsageError: a target of type str",
-        lambda: redistribute(own(), "S(0)", source=rows),
-    )
-    far = Layout.whole(SHAPE, [ranks], ranks + 1)
-    expect(
-        RunError,
-        f"the target has parts on ranks [{ranks}]",
-        lambda: redistribute(own(), far, source=rows),
-    )
-    some = Layout.flat_ranges((12,), {0: (0, 5)})
-    expect(
-        RunError,
-        "PlanError",
-        lambda: redistribute(
-            torch.ones(5) if rank == 0 else None,
-            Layout.replicated((12,), ranks),
-            source=some,
-            dtype=torch.float32,
-        ),
-    )
-    expect(UsageError, "no rank says", lambda: redistribute(None, columns))
-    expect(
-        PlanError,
-        "require gradients and others' do not",
-        lambda: redistribute(own().requires_grad_(rank == 0), columns, source=rows),
-    )
-    expect(
-        UsageError,
-        "out= with a tensor that requires gradients",
-        lambda: redistribute(own().requires_grad_(), columns, source=rows, async_op=True),
-    )
-    partial = reshard.spec(reshard.DeviceMesh.of(x=ranks), "-, - | max(x)").layout(SHAPE)
-    expect(
-        RunError,
-        "a max of contributions has no gradient",
-        lambda: redistribute(torch.ones(SHAPE, requires_grad=True), columns, source=partial),
-    )
-    # After all of it the job is as good as before.
-    found = redistribute(own(), columns, source=rows)
-    assert torch.equal(found, torch.ones(columns.local_shape(rank)))
 
-
-def methods() -> None:
+def methods_differ_or_cannot_be_used() -> None:
     """Methods that differ between ranks, or cannot be: all ranks say why, and can go on."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = reshard.DeviceMesh.of(x=ranks)
@@ -250,77 +266,83 @@ def methods() -> None:
     def moved(**options: Any) -> Any:
         return redistribute(own(), options.pop("target", columns), **(described | options))
 
-    expect(
-        PlanError,
-        "do not mean the same by 'method'",
-        lambda: moved(method="program" if rank == 1 else "exchange"),
-    )
     shortest = find_program(rows, columns, SHAPE)
     everywhere = reshard.spec(mesh, "-, -")
     halves = find_program(rows, everywhere, SHAPE), find_program(everywhere, columns, SHAPE)
     longer = Program(SHAPE, rows, columns, halves[0].steps + halves[1].steps)
-    expect(
-        PlanError,
-        "do not mean the same by 'method'",
-        lambda: moved(method=shortest if rank == 1 else longer),
-    )
-    fast, slow = (
-        Topology.of(hosts=1, ranks_per_host=ranks, within_host=Link(1e9, latency_s))
-        for latency_s in (0, 10)
-    )
-    whole, partial = reshard.spec(mesh, "-, -"), reshard.spec(mesh, "-, - | sum(x)")
-    expect(
-        PlanError,
-        "do not mean the same by 'method'",
-        lambda: redistribute(
-            torch.ones(SHAPE),
-            whole,
-            source=partial,
-            shape=SHAPE,
-            topology=slow if rank == 1 else fast,
-        ),
-    )
-    expect(RunError, "UsageError: method='best'; it is one of", lambda: moved(method="best"))
-    expect(RunError, "UsageError: topology is a str", lambda: moved(topology="gloo-host"))
-    expect(
-        RunError,
-        "UsageError: method='program' and a target that is a Layout",
-        lambda: moved(method="program", target=columns.layout(SHAPE)),
-    )
-    fewer = reshard.spec(reshard.DeviceMesh.of(x=ranks - 1), "-, x")
-    expect(
-        RunError,
-        "PlanError: no program of collectives leads from `x, -`",
-        lambda: moved(method="program", target=fewer),
-    )
-    expect(
-        RunError,
-        "which are not the source and target",
-        lambda: moved(method=find_program(columns, rows, SHAPE)),
-    )
-    expect(
-        RunError,
-        "too little for <Program of [12, 12]: all-gather, slice>; give at least",
-        lambda: moved(method=longer, extra_bytes=256),
-    )
-    large = {"source": rows, "shape": (256 * ranks, 1024), "extra_bytes": 64}
-    expect(
-        RunError,
-        "would be sent in messages of 16, each of which takes about 0.1 ms; give at least",
-        lambda: redistribute(torch.ones(256, 1024), columns, **large),
-    )
-    few = Topology.of(hosts=1, ranks_per_host=1, within_host=Link(1e9, 0))
-    expect(RunError, "LayoutError: rank 1 of a topology", lambda: moved(topology=few))
-    assert torch.equal(moved(method=longer), torch.ones(12, 4))
-    assert torch.equal(moved(method="auto", topology=fast), torch.ones(12, 4))
+    with reported("methods_and_programs_that_differ_between_ranks_are_refused"):
+        expect_error(
+            PlanError,
+            "do not mean the same by 'method'",
+            lambda: moved(method="program" if rank == 1 else "exchange"),
+        )
+        expect_error(
+            PlanError,
+            "do not mean the same by 'method'",
+            lambda: moved(method=shortest if rank == 1 else longer),
+        )
+        fast, slow = (
+            Topology.of(hosts=1, ranks_per_host=ranks, within_host=Link(1e9, latency_s))
+            for latency_s in (0, 10)
+        )
+        whole, partial = reshard.spec(mesh, "-, -"), reshard.spec(mesh, "-, - | sum(x)")
+        expect_error(
+            PlanError,
+            "do not mean the same by 'method'",
+            lambda: redistribute(
+                torch.ones(SHAPE),
+                whole,
+                source=partial,
+                shape=SHAPE,
+                topology=slow if rank == 1 else fast,
+            ),
+        )
+    with reported("methods_that_cannot_be_used_are_refused"):
+        expect_error(
+            RunError, "UsageError: method='best'; it is one of", lambda: moved(method="best")
+        )
+        expect_error(RunError, "UsageError: topology is a str", lambda: moved(topology="gloo-host"))
+        expect_error(
+            RunError,
+            "UsageError: method='program' and a target that is a Layout",
+            lambda: moved(method="program", target=columns.layout(SHAPE)),
+        )
+        fewer = reshard.spec(reshard.DeviceMesh.of(x=ranks - 1), "-, x")
+        expect_error(
+            RunError,
+            "PlanError: no program of collectives leads from `x, -`",
+            lambda: moved(method="program", target=fewer),
+        )
+        expect_error(
+            RunError,
+            "which are not the source and target",
+            lambda: moved(method=find_program(columns, rows, SHAPE)),
+        )
+        few = Topology.of(hosts=1, ranks_per_host=1, within_host=Link(1e9, 0))
+        expect_error(RunError, "LayoutError: rank 1 of a topology", lambda: moved(topology=few))
+    with reported("memory_limits_too_small_for_a_program_are_refused"):
+        expect_error(
+            RunError,
+            "too little for <Program of [12, 12]: all-gather, slice>; give at least",
+            lambda: moved(method=longer, extra_bytes=256),
+        )
+        large = {"source": rows, "shape": (256 * ranks, 1024), "extra_bytes": 64}
+        expect_error(
+            RunError,
+            "would be sent in messages of 16, each of which takes about 0.1 ms; give at least",
+            lambda: redistribute(torch.ones(256, 1024), columns, **large),
+        )
+    with reported("programs_run_after_every_refusal"):
+        assert torch.equal(moved(method=longer), torch.ones(12, 4))
+        assert torch.equal(moved(method="auto", topology=fast), torch.ones(12, 4))
 
 
-def outside() -> None:
+def ranks_outside_the_group_call() -> None:
     """A rank that is none of the group's is told at once."""
     group = dist.new_group([0, 1])
     layout = Layout.replicated(SHAPE, 2)
     if dist.get_rank() > 1:
-        expect(
+        expect_error(
             UsageError,
             f"rank {dist.get_rank()} is not in the group",
             lambda: redistribute(None, layout, source=layout, dtype=torch.float32, group=group),
@@ -330,13 +352,13 @@ def outside() -> None:
         assert torch.equal(redistribute(tensor, layout, source=layout, group=group), tensor)
 
 
-def absent() -> None:
+def a_rank_raises_before_it_calls() -> None:
     """One rank raises before it redistributes: the others do not wait for ever."""
     if dist.get_rank() == 1:
         outlive_others()
         return
     rows, columns = layouts()
-    expect(RunError, "does not answer", lambda: redistribute(own(), columns, source=rows))
+    expect_error(RunError, "does not answer", lambda: redistribute(own(), columns, source=rows))
 
 
 def outlive_others() -> None:
@@ -365,8 +387,8 @@ def in_the_middle(fail: Callable[[], None]) -> None:
     begun = redistribute(own(), columns, source=rows, out=out, async_op=True, extra_bytes=64)
     told = f"out, torch.float32 of shape {list(out.shape)}, is partly new and not usable"
     cause = ": out of memory" if fail is out_of_memory else " does not answer"
-    expect(RunError, told if rank != 1 else "out of memory", begun.wait, CULPRIT, cause)
-    expect(RunError, "not usable", begun.wait)
+    expect_error(RunError, told if rank != 1 else "out of memory", begun.wait, CULPRIT, cause)
+    expect_error(RunError, "not usable", begun.wait)
     assert not begun.is_usable
     assert not is_usable(out)
     # What the user writes is the user's.
@@ -378,11 +400,11 @@ def out_of_memory() -> None:
     raise ReshardError("out of memory")
 
 
-def killed() -> None:
+def a_rank_is_killed_while_it_moves() -> None:
     in_the_middle(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def raising() -> None:
+def a_rank_raises_while_it_sends() -> None:
     rank = dist.get_rank()
     if rank == 1:
         in_the_middle(out_of_memory)
@@ -391,7 +413,7 @@ def raising() -> None:
         in_the_middle(out_of_memory)
 
 
-def raising_before() -> None:
+def a_rank_raises_before_it_sends() -> None:
     """Rank 1 has no memory for its messages: the others do not wait for them."""
     rows, columns = layouts()
     rank = dist.get_rank()
@@ -404,7 +426,7 @@ def raising_before() -> None:
 
     MessageExchange.__init__ = failing  # type: ignore[method-assign]
     kind = ReshardError if rank == 1 else RunError
-    expect(
+    expect_error(
         kind,
         "out of memory",
         lambda: redistribute(own(), columns, source=rows),
@@ -449,7 +471,7 @@ def in_a_message(sender: int, receiver: int) -> None:
         threading.Thread(target=kill).start()
     source, target = (Layout.whole(shape, [one], ranks) for one in (sender, receiver))
     own = torch.ones(shape, dtype=torch.uint8) if rank == sender else None
-    expect(
+    expect_error(
         RunError,
         " does not answer",
         lambda: redistribute(own, target, source=source, dtype=torch.uint8, extra_bytes=256 << 20),
@@ -457,15 +479,15 @@ def in_a_message(sender: int, receiver: int) -> None:
     )
 
 
-def killed_while_it_sends() -> None:
+def a_rank_is_killed_while_it_sends() -> None:
     in_a_message(1, 0)
 
 
-def killed_while_it_receives() -> None:
+def a_rank_is_killed_while_it_receives() -> None:
     in_a_message(0, 1)
 
 
-def killed_while_it_is_read() -> None:
+def a_rank_is_killed_while_it_is_read() -> None:
     """Rank 1 is killed while another rank reads its memory, after one of several messages."""
     rank, ranks, shape = dist.get_rank(), dist.get_world_size(), (8 << 20,)
     os.environ["RESHARD_DIRECT_READS"] = "always"
@@ -487,7 +509,7 @@ def killed_while_it_is_read() -> None:
     source, target = Layout.whole(shape, [1], ranks), Layout.whole(shape, [0], ranks)
     own = torch.ones(shape, dtype=torch.uint8) if rank == 1 else None
     out = torch.zeros(shape, dtype=torch.uint8) if rank == 0 else None
-    expect(
+    expect_error(
         RunError,
         " does not answer",
         lambda: redistribute(own, target, source=source, dtype=torch.uint8, out=out),
@@ -498,7 +520,7 @@ def killed_while_it_is_read() -> None:
         assert reads == 2 and out.any() and not is_usable(out)
 
 
-def killed_while_it_tells() -> None:
+def a_rank_is_killed_while_it_sends_to_all() -> None:
     """Rank 1 is killed while others have a part of something large that it tells all."""
     rank, large = dist.get_rank(), 64 << 20
     processes: list[int] = [0] * dist.get_world_size()
@@ -529,10 +551,10 @@ def killed_while_it_tells() -> None:
         RankGroup.broadcast = late  # type: ignore[method-assign]
     elif rank == 2:
         threading.Thread(target=stop_and_kill).start()
-    expect(RunError, "nothing was moved: ", tell, CULPRIT, " does not answer")
+    expect_error(RunError, "nothing was moved: ", tell, CULPRIT, " does not answer")
 
 
-def killed_while_one_is_late() -> None:
+def a_rank_is_killed_while_another_is_late() -> None:
     """Rank 1 is killed while rank 2 is late: rank 0, which waits for rank 2, learns it at once."""
     rank, board = dist.get_rank(), dist.distributed_c10d._get_default_store()
     # Where ranks share memory, rank 0 hears rank 1 first.
@@ -543,7 +565,7 @@ def killed_while_one_is_late() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif rank == 2:
         await_word(board, "told")
-    expect(
+    expect_error(
         RunError,
         "nothing was moved: ",
         lambda: redistribute(own(), columns, source=rows),
@@ -581,21 +603,21 @@ def in_a_program(fail: Callable[[], None], is_slow: bool) -> None:
     )
     cause = ": out of memory" if fail is out_of_memory else " does not answer"
     words = "not usable" if rank != 1 else "out of memory"
-    expect(RunError, words, begun.wait, CULPRIT, cause)
-    expect(RunError, "not usable", begun.wait)
+    expect_error(RunError, words, begun.wait, CULPRIT, cause)
+    expect_error(RunError, "not usable", begun.wait)
     if is_slow and rank == 1:
         outlive_others()
 
 
-def raising_in_a_program() -> None:
+def a_rank_raises_in_a_program() -> None:
     in_a_program(out_of_memory, is_slow=True)
 
 
-def killed_in_a_program() -> None:
+def a_rank_is_killed_in_a_program() -> None:
     in_a_program(lambda: os.kill(os.getpid(), signal.SIGKILL), is_slow=False)
 
 
-def bystander() -> None:
+def a_rank_is_killed_that_another_does_not_need() -> None:
     """A rank that receives all it needs still learns that another one failed."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Rank 0 sends to rank 1 and to the last; rank 1 fails.
@@ -609,7 +631,7 @@ def bystander() -> None:
 
     MessageExchange.finish = failing  # type: ignore[method-assign]
     own = torch.ones(SHAPE) if rank == 0 else None
-    expect(
+    expect_error(
         RunError,
         "some rank did not finish: rank 1 (host",
         lambda: redistribute(own, target, source=source, dtype=torch.float32),
@@ -617,24 +639,24 @@ def bystander() -> None:
 
 
 def main(fault: str) -> None:
-    limit_s = TIMEOUT_S if fault == "absent" else LONG_S
+    limit_s = TIMEOUT_S if fault == "a_rank_raises_before_it_calls" else LONG_S
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=limit_s))
     faults = (
-        disagreements,
-        methods,
-        outside,
-        absent,
-        killed,
-        killed_while_it_sends,
-        killed_while_it_receives,
-        killed_while_it_is_read,
-        killed_while_it_tells,
-        killed_while_one_is_late,
-        raising_before,
-        raising,
-        raising_in_a_program,
-        killed_in_a_program,
-        bystander,
+        arguments_differ_or_cannot_be_used,
+        methods_differ_or_cannot_be_used,
+        ranks_outside_the_group_call,
+        a_rank_raises_before_it_calls,
+        a_rank_is_killed_while_it_moves,
+        a_rank_is_killed_while_it_sends,
+        a_rank_is_killed_while_it_receives,
+        a_rank_is_killed_while_it_is_read,
+        a_rank_is_killed_while_it_sends_to_all,
+        a_rank_is_killed_while_another_is_late,
+        a_rank_raises_before_it_sends,
+        a_rank_raises_while_it_sends,
+        a_rank_raises_in_a_program,
+        a_rank_is_killed_in_a_program,
+        a_rank_is_killed_that_another_does_not_need,
     )
     {one.__name__: one for one in faults}[fault]()
     # Rank 1 is the one that fails, whom nobody waits for.

@@ -11,12 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from rank_cases import report_each
 from refit_models import expect, refused
 from reshard.errors import UsageError
 from reshard.torch import Refit, redistribute, refit
 
 
-def compiled_functions(mesh: Any) -> None:
+def compiled_functions_redistribute_and_refit(mesh: Any) -> None:
     whole = torch.arange(6.0)
     target = torch.zeros(6)
     prepared = Refit.prepare({"w": distribute_tensor(whole, mesh, [Shard(0)])}, {"w": target})
@@ -32,14 +33,14 @@ def compiled_functions(mesh: Any) -> None:
     expect(torch.equal(target, whole), "a refit in a compiled function")
 
 
-def fake_tensors(mesh: Any) -> None:
+def fake_tensors_are_refused(mesh: Any) -> None:
     with FakeTensorMode():
         x = DTensor.from_local(torch.zeros(3), mesh, [Shard(0)])
         refused(lambda: redistribute(x, (mesh, [Replicate()])), UsageError, "FakeTensorMode")
         refused(lambda: refit({"w": x}, {"w": torch.zeros(6)}), UsageError, "FakeTensorMode")
 
 
-def fake_groups() -> None:
+def fake_groups_are_refused() -> None:
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -57,10 +58,9 @@ def fake_groups() -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
-    fake_tensors(mesh)
-    compiled_functions(mesh)
+    report_each([fake_tensors_are_refused, compiled_functions_redistribute_and_refit], mesh)
     dist.barrier()
-    fake_groups()
+    report_each([fake_groups_are_refused])
     dist.destroy_process_group()
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import reshard
 from collectives.sharding_pairs import pairs
 from oracle import contents_of_spec, shards_of
+from rank_cases import report_each
 from reshard.collectives import Exchange, Program, find_program
 from reshard.errors import PlanError
 from reshard.sharding import ShardingSpec
@@ -146,7 +147,7 @@ def check(program: Program, dtype: str, limit: int | None = None, is_strided: bo
 
 @settings(max_examples=choose(10, 50), **ALWAYS)
 @given(st.data())
-def check_programs(data: st.DataObject) -> None:
+def random_programs_give_what_the_plan_gives(data: st.DataObject) -> None:
     """Between shardings of all kinds, in as little memory as can be, and with room."""
     source, target, shape = data.draw(pairs(max_devices=dist.get_world_size()))
     steps = data.draw(st.sampled_from(["joint", "joint", "classical", "mlir", "all"]))
@@ -162,7 +163,7 @@ def check_programs(data: st.DataObject) -> None:
         check(program, dtype, limit, is_strided)
 
 
-def check_every_step() -> None:
+def every_step_gives_what_the_plan_gives() -> None:
     """Each kind of step, on a mesh whose ranks are in no rising order, of every dtype."""
     mesh = reshard.DeviceMesh.of(x=2, y=2, devices=[3, 1, 2, 0])
     chain = reshard.DeviceMesh.of(x=4, devices=[3, 1, 2, 0])
@@ -197,7 +198,7 @@ def check_every_step() -> None:
     assert wanted | {"reduce-scatter", "all-reduce"} <= KINDS_RUN, KINDS_RUN
 
 
-def check_reductions() -> None:
+def reductions_have_the_bits_of_the_plan() -> None:
     """Contributions by every reduction, the bits of sums of rounded numbers included."""
     mesh = reshard.DeviceMesh.of(x=4)
     for reduction in ("sum", "mean", "max", "min", "product"):
@@ -231,7 +232,7 @@ def topology(latency_s: float) -> Topology:
     return Topology.of(hosts=1, ranks_per_host=dist.get_world_size(), within_host=link)
 
 
-def check_dtensors() -> None:
+def dtensors_and_their_gradients_are_the_same_by_each_method() -> None:
     """DTensors by each method: the same tensors, and the same gradients."""
     ranks = dist.get_world_size()
     mesh = TorchMesh("cpu", list(range(ranks))[::-1])
@@ -280,7 +281,7 @@ def distribute(whole: torch.Tensor, mesh: Any, placements: list[Any]) -> DTensor
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
 
 
-def check_choice() -> None:
+def auto_chooses_a_program_if_it_is_faster_on_the_topology() -> None:
     """`auto` takes what `choose` says; without a topology, or with other meshes, the exchange."""
     ranks = dist.get_world_size()
     mesh = reshard.DeviceMesh.of(x=ranks)
@@ -313,7 +314,7 @@ def check_choice() -> None:
     assert found.extra_bytes > 0
 
 
-def check_default() -> None:
+def programs_run_without_a_topology_only_for_large_sums() -> None:
     """Without a topology: a program where contributions become replicas, and it is worth it."""
     ranks = dist.get_world_size()
     mesh = reshard.DeviceMesh.of(x=ranks)
@@ -347,7 +348,7 @@ def check_default() -> None:
         redistribution.ProgramRun = ProgramRun  # type: ignore[misc]
 
 
-def check_memory() -> None:
+def programs_run_only_within_the_memory_limit() -> None:
     """A shard between source and target counts; what lies in either does not."""
     mesh = reshard.DeviceMesh.of(x=2, y=2)
     source, target = reshard.spec(mesh, "y, - | sum(x)"), reshard.spec(mesh, "x, -")
@@ -376,7 +377,7 @@ def check_memory() -> None:
         assert min_extra_bytes(program, 4, 4) < 1024, program
 
 
-def check_part_of_the_job() -> None:
+def programs_run_in_a_group_of_some_ranks() -> None:
     """In a group that is not all ranks, whoever is not in it takes no part."""
     group = dist.new_group([0, 2])
     if dist.get_rank() not in (0, 2):
@@ -400,7 +401,7 @@ def check_part_of_the_job() -> None:
             assert torch.equal(found, expected)
 
 
-def check_groups() -> None:
+def process_groups_are_made_once_in_rising_order() -> None:
     """Groups are made once, by all ranks, in rising order."""
     everyone = range(dist.get_world_size())
     pairs_of = [(2, 0), (3, 1), *((r,) for r in everyone if r > 3)]
@@ -422,15 +423,19 @@ def main() -> None:
     torch._logging.set_logs(all=40)
     warnings.filterwarnings("ignore", message="ComplexHalf|Casting complex")
     if dist.get_world_size() == 4:
-        check_groups()
-        check_every_step()
-        check_reductions()
-        check_dtensors()
-        check_choice()
-        check_default()
-        check_memory()
-        check_part_of_the_job()
-    check_programs()
+        report_each(
+            [
+                process_groups_are_made_once_in_rising_order,
+                every_step_gives_what_the_plan_gives,
+                reductions_have_the_bits_of_the_plan,
+                dtensors_and_their_gradients_are_the_same_by_each_method,
+                auto_chooses_a_program_if_it_is_faster_on_the_topology,
+                programs_run_without_a_topology_only_for_large_sums,
+                programs_run_only_within_the_memory_limit,
+                programs_run_in_a_group_of_some_ranks,
+            ]
+        )
+    report_each([random_programs_give_what_the_plan_gives])
     dist.barrier()
 
 

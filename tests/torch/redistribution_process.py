@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import reshard
 from oracle import Contents, contents_of_spec, reduced, shards_of
+from rank_cases import report_each, reported
 from redistribution_cases import Case, order_pairs, placement_pairs, plain_cases, strided_cases
 from reshard.layout import Box, Layout
 from reshard.plans.plan import Plan
@@ -99,11 +100,11 @@ COUNTS: list[tuple[object, int, int, int]] = []
 
 
 def count_bytes(begun: Redistribution, what: object) -> None:
-    """Remember what was moved, until `check_counts`."""
+    """Remember what was moved, until `ranks_receive_and_send_the_fewest_bytes`."""
     COUNTS.append((what, begun.plan.lower_bound_bytes, begun.received_bytes, begun.sent_bytes))
 
 
-def check_counts() -> None:
+def ranks_receive_and_send_the_fewest_bytes() -> None:
     """In each case all ranks together received, and sent, the fewest bytes there can be."""
     moved = torch.tensor([counts[2:] for counts in COUNTS])
     dist.all_reduce(moved)
@@ -151,7 +152,7 @@ def check_gradient(case: Case) -> None:
     check_equal(ours.to_local(), theirs.to_local(), f"the gradient of {case}")
 
 
-def check_orders(ranks: int, is_all: bool) -> None:
+def axes_in_any_order_shard_tensors(ranks: int, is_all: bool) -> None:
     """Axes that cut in any order: more than placements can say."""
     for mesh_shape, before, after in order_pairs(ranks, is_all):
         mesh = reshard.DeviceMesh("m", mesh_shape, ("x", "y", "z")[: len(mesh_shape)])
@@ -163,7 +164,7 @@ def check_orders(ranks: int, is_all: bool) -> None:
         count_bytes(begun, (before, after))
 
 
-def check_other_meshes(ranks: int) -> None:
+def tensors_move_between_meshes_of_other_ranks(ranks: int) -> None:
     """Devices in another order, fewer ranks than the job has, and overlapping ones."""
     everyone = list(range(ranks))
     half = ranks // 2
@@ -204,7 +205,7 @@ def check_other_meshes(ranks: int) -> None:
                     raise SystemExit(f"{what}: something on a rank without a part")
 
 
-def check_bare_layouts(ranks: int) -> None:
+def tensors_move_between_layouts_of_ranges_boxes_and_owners(ranks: int) -> None:
     """Ragged ranges of the flattened tensor, boxes, and a tensor that one rank owns."""
     shape = (7, 6)
     value = torch.arange(42.0).reshape(shape)
@@ -234,7 +235,7 @@ def check_bare_layouts(ranks: int) -> None:
             check_equal(found, expected, (one, other))
 
 
-def check_order_of_contributions(ranks: int) -> None:
+def sums_have_the_bits_of_one_process_in_any_number_of_messages(ranks: int) -> None:
     """Sums of rounded numbers have the bits of one process, however many messages they take."""
     mesh = reshard.DeviceMesh.of(x=ranks)
     source = reshard.spec(mesh, "-, - | sum(x)").layout((8, 9))
@@ -248,7 +249,7 @@ def check_order_of_contributions(ranks: int) -> None:
             check_equal(found, expected, f"a sum with a limit of {limit} bytes")
 
 
-def check_in_place(ranks: int) -> None:
+def out_keeps_its_address_and_the_elements_between(ranks: int) -> None:
     """`out=` keeps its address, and what lies between its elements."""
     mesh = torch_mesh((ranks,))
     value = torch.arange(8.0 * 12).reshape(8, 12)
@@ -276,7 +277,7 @@ def check_in_place(ranks: int) -> None:
     check_equal(whole.to_local(), value, "a DTensor as out")
 
 
-def check_gradients_across_ranks(ranks: int) -> None:
+def gradients_return_to_ranks_that_only_sent(ranks: int) -> None:
     """The first half sends to the second, which calls for gradients; both take part."""
     half = ranks // 2
     before = Layout.flat_ranges(
@@ -306,7 +307,7 @@ def check_gradients_across_ranks(ranks: int) -> None:
         check_equal(tensor.grad, weights[box.start[0] : box.stop[0]], "a gradient across ranks")
 
 
-def check_every_pair_at_once() -> None:
+def all_pairs_are_moved_in_one_exchange() -> None:
     """All pairs of placements of (16, 24), and of orders of (17, 5), on 2x2x2 in one exchange."""
     sizes = (2, 2, 2)
     mesh = reshard.DeviceMesh("m", sizes, ("x", "y", "z"))
@@ -349,21 +350,29 @@ def main(is_all: bool) -> None:
     warnings.filterwarnings("ignore", message="ComplexHalf")
     torch._logging.set_logs(all=40)
     plain = plain_cases(ranks, is_all)
-    for case in plain:
-        check_case(case, is_dtensors=True)
-    for case in strided_cases(ranks):
-        check_case(case, is_dtensors=False)
-    for case in [one for one in plain if "P" not in one.after][::5]:
-        check_gradient(case)
-    check_orders(ranks, is_all)
+    with reported("tensors_are_those_of_the_oracle_and_of_dtensor"):
+        for case in plain:
+            check_case(case, is_dtensors=True)
+    with reported("strided_shards_are_those_of_the_oracle"):
+        for case in strided_cases(ranks):
+            check_case(case, is_dtensors=False)
+    with reported("gradients_are_those_of_dtensor"):
+        for case in [case for case in plain if "P" not in case.after][::5]:
+            check_gradient(case)
+    report_each([axes_in_any_order_shard_tensors], ranks, is_all)
     if ranks == 8:
-        check_every_pair_at_once()
-    check_other_meshes(ranks)
-    check_bare_layouts(ranks)
-    check_order_of_contributions(ranks)
-    check_in_place(ranks)
-    check_gradients_across_ranks(ranks)
-    check_counts()
+        report_each([all_pairs_are_moved_in_one_exchange])
+    report_each(
+        [
+            tensors_move_between_meshes_of_other_ranks,
+            tensors_move_between_layouts_of_ranges_boxes_and_owners,
+            sums_have_the_bits_of_one_process_in_any_number_of_messages,
+            out_keeps_its_address_and_the_elements_between,
+            gradients_return_to_ranks_that_only_sent,
+        ],
+        ranks,
+    )
+    report_each([ranks_receive_and_send_the_fewest_bytes])
     dist.barrier()
 
 

@@ -34,33 +34,33 @@ def test_layouts_of_every_kind_become_one_another(ranks: int) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        "disagreements",
-        "methods",
-        "outside",
-        "absent",
-        "raising_before",
-        "raising",
-        "raising_in_a_program",
+        "arguments_differ_or_cannot_be_used",
+        "methods_differ_or_cannot_be_used",
+        "ranks_outside_the_group_call",
+        "a_rank_raises_before_it_calls",
+        "a_rank_raises_before_it_sends",
+        "a_rank_raises_while_it_sends",
+        "a_rank_raises_in_a_program",
     ],
 )
-def test_where_one_rank_fails_all_ranks_raise(fault: str) -> None:
+def test_all_ranks_raise_if(fault: str) -> None:
     expect_all_end_well(run_ranks("faulty_redistribution_process.py", 3, fault))
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        "killed",
-        "killed_while_it_sends",
-        "killed_while_it_receives",
-        "killed_while_it_is_read",
-        "killed_while_it_tells",
-        "killed_while_one_is_late",
-        "killed_in_a_program",
-        "bystander",
+        "a_rank_is_killed_while_it_moves",
+        "a_rank_is_killed_while_it_sends",
+        "a_rank_is_killed_while_it_receives",
+        "a_rank_is_killed_while_it_is_read",
+        "a_rank_is_killed_while_it_sends_to_all",
+        "a_rank_is_killed_while_another_is_late",
+        "a_rank_is_killed_in_a_program",
+        "a_rank_is_killed_that_another_does_not_need",
     ],
 )
-def test_where_one_rank_is_killed_all_others_raise(fault: str) -> None:
+def test_all_other_ranks_raise_if(fault: str) -> None:
     ended = run_ranks("faulty_redistribution_process.py", 3, fault)
     assert ended.pop(1).code == -signal.SIGKILL
     expect_all_end_well(ended)
@@ -80,5 +80,5 @@ def test_the_example_runs_and_has_every_snippet_of_its_page() -> None:
         assert snippet in example.read_text()
 
 
-def test_compiled_functions_fake_tensors_and_fake_groups() -> None:
+def test_compiled_functions_run_and_fakes_are_refused() -> None:
     expect_all_end_well(run_ranks("graph_breaks_process.py", 2))

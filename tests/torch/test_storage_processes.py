@@ -100,7 +100,7 @@ def test_a_failing_case_of_ranks_is_an_item_by_its_name(
         "main()\n"
     )
     ended = run_ranks(str(script), 1)
-    assert [(one.code, one.case) for one in ended] == [(1, "second")]
+    assert [(rank.code, rank.cases("failed")) for rank in ended] == [(1, ["second"])]
     names = []
 
     @contextlib.contextmanager

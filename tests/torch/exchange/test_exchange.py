@@ -84,5 +84,5 @@ def test_what_several_ranks_are_sent_is_packed_once() -> None:
     expect_all_end_well(run_ranks("exchange_process.py", 4))
 
 
-def test_redistributions_in_the_background() -> None:
+def test_redistributions_run_in_the_background() -> None:
     expect_all_end_well(run_ranks("background_process.py", 3))
