@@ -88,6 +88,7 @@ class Library:
             _check_memory(data)
             return data.to(dtype=own, device=device)
         # Numbers go through NumPy, so that they get the same types in both libraries.
+        # A copy in C order: `from_numpy` refuses negative strides, and warns of read-only memory.
         found = np.array(data, order="C")
         # Raises for element types that sharded arrays do not support: strings, objects.
         kind = as_dtype(found.dtype)
@@ -151,6 +152,7 @@ class Library:
         """
         if self.name == "numpy" or not records_gradient(to):
             return made
+        # The sum of no elements is 0; 0 times an element is NaN if the element is infinite.
         return made + to.reshape(-1)[:0].sum().to(made.dtype)
 
     def is_finite(self, array: Any) -> bool:

@@ -151,6 +151,7 @@ class OperatorClass(enum.Enum):
         return self is OperatorClass.ELEMENTWISE
 
 
+# Records are keys of caches by identity: comparing their fields at each look-up would be slow.
 @dataclass(frozen=True, slots=True, eq=False)
 class Operator:
     """A record of an operator's properties.

@@ -324,6 +324,7 @@ def _most_pairs(seen: SeenKeys, queries: tuple[int, int], keys: tuple[int, int])
 
 def _attention_kernel(work: LocalWork) -> Function | list[Function]:
     """Return the kernels of attention."""
+    # With a mask it is an operator of imported graphs: `by_name` raises that no library has it.
     if len(work.operands) != 3:
         return by_name(work)
     if work.library.name == "torch":
@@ -377,6 +378,8 @@ class Attention:
             most = space.full_like(part[..., :1], -math.inf)
             total = space.zeros_like(part[..., :1])
             shape = (*part.shape[:-1], v.shape[-1])
+            # `*_like` has the type and the device in both libraries; older NumPy accepts no
+            # `device`.
             found = space.zeros_like(space.broadcast_to(part[..., :1], shape))
             for keys in blocks(k.shape[-2]):
                 is_any, is_all = self.seen.reaches(queries, keys)
@@ -415,6 +418,8 @@ class Attention:
             is_all = self.seen.reaches(queries, keys)[1]
             scores = self._scores(q, k, queries, keys, is_all)
             agreed = space.matmul(cotangents, space.matrix_transpose(values))
+            # The cotangent of a softmax with weights w is w * (a - sum(w * a)), summed over all
+            # keys.
             if of_all is None:
                 weights = self._softmax(scores)
                 shift = -space.sum(weights * agreed, axis=-1, keepdims=True)
@@ -444,6 +449,7 @@ class Attention:
 
     def _level(self, most: Any) -> Any:
         """Return the shift before exponentials: 0 where no key is seen."""
+        # -inf - -inf would be NaN.
         return self.space.where(self.space.isfinite(most), most, self.space.zeros_like(most))
 
     def _softmax(self, scores: Any) -> Any:
@@ -509,6 +515,8 @@ def _torch_kernel(kernel: Attention) -> Function:
         options: dict[str, Any] = {"scale": kernel.scale, "enable_gqa": k.shape[-3] != q.shape[-3]}
         whole = (0, q.shape[-2]), (0, k.shape[-2])
         if not seen.reaches(*whole)[1]:
+            # PyTorch's causal mask is aligned at the first query and the first key. It needs no
+            # memory, which a mask of all scores does.
             is_plain = seen.window is None and seen.query_start == seen.key_start
             if is_plain:
                 options["is_causal"] = True

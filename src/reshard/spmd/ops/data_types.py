@@ -192,6 +192,7 @@ class NamespaceInfo:
 
     def capabilities(self) -> dict[str, Any]:
         """The capabilities that the standard leaves open."""
+        # 64 dimensions are NumPy's limit since version 2.
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> str:

@@ -196,7 +196,10 @@ abs: Function = _unary("abs", "The absolute value.", lambda g, x, r: g * sign(x)
 acos: Function = _unary("acos", "The inverse cosine.", lambda g, x, r: -g / sqrt(1.0 - x * x))
 
 acosh: Function = _unary(
-    "acosh", "The inverse hyperbolic cosine.", lambda g, x, r: g / (sqrt(x - 1.0) * sqrt(x + 1.0))
+    # `x * x - 1` would lose digits near 1.
+    "acosh",
+    "The inverse hyperbolic cosine.",
+    lambda g, x, r: g / (sqrt(x - 1.0) * sqrt(x + 1.0)),
 )
 
 asin: Function = _unary("asin", "The inverse sine.", lambda g, x, r: g / sqrt(1.0 - x * x))
@@ -212,6 +215,7 @@ atanh: Function = _unary(
 )
 
 bitwise_invert: Function = _unary("bitwise_invert", "Bitwise not.")
+# Monotone functions commute with the maximum and the minimum.
 ceil: Function = _unary("ceil", "The number rounded up to an integer.", commutes=("max", "min"))
 conj: Function = _unary("conj", "The complex conjugate.", _pass, linear="each")
 cos: Function = _unary("cos", "The cosine.", lambda g, x, r: -g * sin(x))
@@ -346,6 +350,7 @@ greater_equal: Function = _binary(
 
 
 def _pull_hypot(g: Any, x: Any, r: Any) -> Any:
+    # `where` computes both branches: 0 / 0 would be NaN, with a warning.
     return g * where(equal(r, 0), 0.0, x / where(equal(r, 0), 1.0, r))
 
 
@@ -559,6 +564,7 @@ def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
     """Limit numbers to the interval from `min` to `max`; None means no bound."""
     x, min, max = operands(x, min, max)
     if min is None and max is None:
+        # NumPy's `positive` does not take booleans.
         return call("positive", (x,)) if x.dtype.name != "bool" else x
     bounds = [one for one in (min, max) if one is not None]
     options = {"bounds": ("min",) * (min is not None) + ("max",) * (max is not None)}
@@ -660,6 +666,7 @@ minimum multiply negative nextafter not_equal pow reciprocal rsqrt sigmoid sin s
 square subtract tan tanh
 """
 
+# Functions of `torch.nn.functional` do not accept `out`, but the operators of ATen do.
 _ATEN_NAMES = "relu silu"
 
 

@@ -353,6 +353,7 @@ def diff_rule(shapes: Sequence[Shape], axis: int = -1, n: int = 1) -> Inferred:
     ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
     """
     if not 1 <= len(shapes) <= 3:
+        # Raises, since the number of shapes is not 1.
         rules.counted("diff", shapes, 1)
     dims = range(len(shapes[0]))
     place = rules.axis_of(len(dims), axis)

@@ -264,6 +264,7 @@ def places_in(x: Any, axis: int, indices: Any) -> list[Any]:
     # NumPy indices are known before anything runs: they are checked here, without an operation.
     if isinstance(indices, np.ndarray) and indices.dtype.kind in "iu":
         _check_known(indices, size)
+        # Narrow integers could wrap around when the size is added.
         found = indices.astype(np.int64)
         return operands(x, np.where(found < 0, found + size, found))
     x, found = operands(x, indices)
@@ -377,6 +378,7 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
     dim = 0
     for place, item in enumerate(items):
         if item is None:
+            # Dimensions that were removed before it do not count.
             added.append(place - len(gone))
             continue
         if isinstance(item, slice):
@@ -396,6 +398,7 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
             gone.append(dim)
         dim += 1
     # 3. Execute a separate operation for each kind of change that is needed.
+    # Ranges and reversals count the array's dimensions; new ones are counted after the removal.
     found = movement.take_ranges(x, cuts)
     if turned:
         found = movement.flip(found, axis=tuple(turned))

@@ -784,6 +784,7 @@ def summed_to(x: Any, shape: tuple[int, ...]) -> Any:
         lead + dim for dim, size in enumerate(shape) if size == 1 and x.shape[lead + dim] != 1
     )
     # Found by name, because the module of sums imports this module.
+    # Its type is named, because a sum widens narrow integers otherwise.
     if inner:
         x = call("sum", (x,), {"axis": inner, "keepdims": True}, {"dtype": x.dtype})
     if lead:

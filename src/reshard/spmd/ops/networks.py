@@ -51,6 +51,7 @@ def gelu(x: Any, /) -> Any:
 def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
     """The logarithm of the sum of exponentials along axes, without overflow; -inf if empty."""
     if 0 in x.shape:
+        # The logarithm of 0, the sum of no exponentials, would warn.
         nothing = reductions.sum(exp(x), axis=axis, keepdims=keepdims)
         return subtract(nothing, math.inf)
     _, most, total = take_off_most(x, axis)
@@ -81,6 +82,7 @@ def _find_most(x: Any, axis: Axis) -> Any:
 def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     """Exponentials divided by their sum along axes."""
     if 0 in x.shape:
+        # Raises for an axis that `x` does not have.
         axes_of(x.ndim, axis)
         return exp(x)
     powers = exp(subtract(x, _find_most(x, axis)))
@@ -92,6 +94,7 @@ def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
 def log_softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     """The logarithm of `softmax`."""
     if 0 in x.shape:
+        # Raises for an axis that `x` does not have.
         axes_of(x.ndim, axis)
         return log(exp(x))
     # Subtract from the difference, not from `x`: the logarithm would be lost in a large `x`.
@@ -318,6 +321,7 @@ def cross_entropy(
     logits, labels = operands(logits, labels)
     place = axis_of(logits.ndim, axis)
     ignored = None if ignore_index is None else elementwise.equal(labels, ignore_index)
+    # Any class will do: an ignored label, often -100, would be out of range.
     wanted = labels if ignored is None else where(ignored, 0, labels)
     wanted = expand_dims(wanted, axis=place)
     if 0 in logits.shape:
@@ -394,6 +398,7 @@ def _layer_norm_gradient_by_torch(rows: _Rows, epsilon: float) -> Function:
     def function(g: Any, x: Any, *weights: Any) -> Any:
         own = rows.of(x)
         weight = rows.of(weights[0])[0] if weights else None
+        # PyTorch's backward function needs both, and the forward pass has kept neither.
         _, mean, scale = aten.native_layer_norm(own, [rows.size], weight, None, epsilon)
         wanted = [True, weight is not None, False]
         found, to_weight, _ = aten.native_layer_norm_backward(

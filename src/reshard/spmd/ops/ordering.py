@@ -422,6 +422,7 @@ def _find_unique(x: Any) -> UniqueAll:
         return_index=True,
         return_inverse=True,
         return_counts=True,
+        # The standard counts each NaN as another value.
         equal_nan=False,
     )
     return UniqueAll(*(whole(x, one) for one in (values, indices, inverse, counts)))

@@ -234,6 +234,7 @@ def _take_diagonals(letters: str, x: Any) -> tuple[str, Any]:
                 f"einsum with {letter!r} twice in {letters!r}, for dimensions of {x.shape[first]} "
                 f"and {x.shape[second]} elements; a letter has one length"
             )
+        # The diagonal becomes the last dimension.
         x = namespace.find("linalg").diagonal(moveaxis(x, (first, second), (-2, -1)))
         letters = letters.replace(letter, "", 2) + letter
     return letters, x
@@ -300,6 +301,7 @@ def _einsum_kernel(work: LocalWork) -> Function:
         # is faster than a path.
         if sum(map(math.prod, shapes)) < _FEW_ELEMENTS:
             return False
+        # Only shapes matter for a path: broadcast arrays take no memory.
         arrays = (np.broadcast_to(0.0, shape) for shape in shapes)
         return np.einsum_path(text, *arrays, optimize="greedy")[0]
 
@@ -357,6 +359,7 @@ def _multiply_with_each(x: Any, weights: Any, turned: bool) -> Any:
     made = x.new_empty((*x.shape[:-1], matrices.shape[0], matrices.shape[2]))
     rows, places = x.reshape(-1, x.shape[-1]), made.view(-1, *made.shape[-2:])
     for number, matrix in enumerate(matrices.unbind()):
+        # Written in place: products that are stacked afterwards would be copied.
         torch.mm(rows, matrix, out=places[:, number])
     return made
 

@@ -170,6 +170,7 @@ def _convolution_rule(
     if space < 0 or len(kernel) != len(image):
         raise SpecError(f"convolution of {image} by {kernel}; ranks must be equal, and 2 or more")
     channels, outputs = image[1], kernel[0]
+    # StableHLO allows groups of channels or groups of the batch, but not both.
     fits = groups > 0 and batch_groups > 0 and 1 in (groups, batch_groups)
     if (
         not fits
@@ -250,6 +251,7 @@ def _convolution_kernel(work: LocalWork) -> list[Function]:
     def make(edges_of: Callable[[Any], Edges]) -> Function:
         def function(x: Any, kernel: Any) -> Any:
             x = edges_of(x).apply(library, x)
+            # The edges have the padding already.
             counts = window_sizes(x.shape[2:], window, strides, 0, dilation)
             outputs, each = kernel.shape[:2]
             # Groups are counted by both operands, because a rank may have only some of them.
@@ -374,7 +376,9 @@ def _find_span(
         windows = reach.seeing((low, high))
         start, stop = reach.spanned_by(windows)
         a, b = max(low, start), min(high, stop)
+        # Elements beside the span give an empty interval, whose stop would be before its start.
         b = max(a, b)
+        # Without windows, a start below 0 would count from the end.
         taken = slice(windows[0] - first, windows[1] - first) if stop > start else slice(0, 0)
         columns.append(
             (
@@ -386,6 +390,7 @@ def _find_span(
                 high - low,
             )
         )
+    # `zip` of no columns has nothing to unpack.
     return _Span(*zip(*columns, strict=True)) if columns else _Span((), (), (), (), (), ())
 
 
@@ -438,6 +443,7 @@ def _input_gradient_kernel(work: LocalWork) -> list[Function]:
                 for places, slices in slice_windows(span.counts, window, strides, dilation):
                     turned = space.matrix_transpose(weights[(..., *places)])
                     product = space.matmul(turned, g)
+                    # The elements of a slice differ, so `+=` adds to each of them once.
                     found[(..., *slices)] += product.reshape((g.shape[0], wide, *span.counts))
             return library.linked(library.linked(span.take_out(library, found), g), kernel)
 
@@ -526,6 +532,8 @@ def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
     def make(edges: Edges, shape: Any) -> Function:
         def function(x: Any, g: Any) -> Any:
             outputs = g.shape[1]
+            # A rank may have the channels of only some groups: then the result's shape is what
+            # tells their size.
             each = x.shape[1] // options["groups"] if shape is None else shape[1]
             groups = x.shape[1] // each if each else 1
             if 0 in (*x.shape, *g.shape, groups):
@@ -794,6 +802,7 @@ def _max_gradient_kernel(work: LocalWork) -> list[Function]:
             lead = g.shape[: len(g.shape) - len(window)]
             found = library.filled((*lead, *span.lengths), 0, g)
             nothing = space.zeros_like(g)
+            # By a comparison, booleans are on the device of `g` in both libraries.
             is_free = space.ones_like(g) == 1
             for _, slices in slice_windows(span.counts, window, strides, ones):
                 is_it = (padded[(..., *slices)] == greatest) & is_free

@@ -266,6 +266,8 @@ class _Choosing:
     ) -> _Program:
         found = self._known.get((specs, shardings))
         if found is None:
+            # Without a limit: with it, the trace would be of another strategy's program where this
+            # exceeds it.
             trace = self._make_program(None, shardings).trace(*self._fill(specs))
             found = self._known[specs, shardings] = _Program(specs, shardings, trace)
         return found
@@ -414,6 +416,7 @@ class _Choosing:
         if len(self._graph.operations) > MAX_TURN_OPERATIONS:
             return
         for _ in range(MAX_TURNS):
+            # With the inputs' shardings alone, "cost" places the values between them.
             anew = [self._judge(one.specs) for one in begun]
             found = [self._judge_price(price, held, one) for one in anew]
             best = min(found, key=_by_time)
@@ -459,5 +462,6 @@ def held_at_peak(traced: Trace) -> frozenset[int]:
     held = {*graph.inputs, len(graph.values) + at} if peaks else {*graph.inputs}
     for place, one in enumerate(graph.operations[: at + 1]):
         held.update(one.results)
+        # The operation at the peak still has its operands.
         held.difference_update(frees[place] if place < at else ())
     return frozenset(held)

@@ -38,13 +38,19 @@ def compiler(backend: bool | str, runner: Runner) -> Compile:
             "shards: make them with sp.running(sp.in_process('torch')), or leave compile away"
         )
     name = backend if isinstance(backend, str) else "inductor"
+    # By default the list lacks backends for debugging, such as "eager".
     known = torch.compiler.list_backends(())
     if name not in known:
         raise UsageError(f"compile={backend!r} is not a backend; it is True or one of {known}")
 
     def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
         found: Callable[..., Any] = torch.compile(
-            function, backend=name, fullgraph=True, dynamic=False
+            # `fullgraph` raises for operators that cannot be compiled, so that they are found. The
+            # shapes of shards do not change within a program.
+            function,
+            backend=name,
+            fullgraph=True,
+            dynamic=False,
         )
         return found
 

@@ -319,6 +319,7 @@ def _find_stable(
 ) -> list[ArrayType]:
     """Return the types of what a loop carries: as it begins, sharded where the body makes it so."""
     kinds = [settled(kind) for kind in types]
+    # Each round gives a sharding to at least one more value, or is the last.
     for _ in range(len(kinds) + 1):
         after = traced.result_types([*kinds, *rest])[: len(kinds)]
         found = [
@@ -391,6 +392,7 @@ def _record_cond(
         return arranged_like(found, branches[0].results, "sp.cond: what its second function gives")
 
     branches = [TracedFunction(first, types_of(given), recorder)]
+    # Traced second, because its results are arranged like those of the first.
     branches.append(TracedFunction(second, types_of(given), recorder))
     own = arrays_of(given)
     operands = [*own, *branches[0].captured, *branches[1].captured]

@@ -172,6 +172,7 @@ class _PieceSearch:
         for dim, (factors, parts) in self._dims(place, products):
             copying_s = self._copying_s(place, products, factors, parts)
             for count in COUNTS:
+                # Each count is a multiple of the one before: larger counts do not divide it either.
                 if source.shape[dim] % (parts * count):
                     break
                 shape = list(source.shape)
@@ -179,6 +180,8 @@ class _PieceSearch:
                 piece = ArrayType(tuple(shape), source.dtype, source.spec)
                 moving_s = InsertedReshard(0, piece, target.spec, topology, library).seconds_s
                 each_s = computing_s / count
+                # The first and the last piece overlap with nothing; in between, the longer of
+                # movement and product counts.
                 total_s = moving_s + each_s + (count - 1) * max(moving_s, each_s) + copying_s
                 if total_s < best_s:
                     best_s = total_s
@@ -238,6 +241,7 @@ class _PieceSearch:
                     if any(factor in own for own in dims)
                 )
         size_bytes = sum(self._local_bytes(n) for n in assembled)
+        # Each byte is read and written.
         return 2 * size_bytes / device.memory_bytes_per_s if device else 0.0
 
     def _local_bytes(self, number: int) -> float:
@@ -272,7 +276,7 @@ class _PieceWriter:
         self._steps: list[Operation] = []
         # Of values that are put together, where they are read first: their pieces.
         self._waiting: dict[int, tuple[list[int], int, int]] = {}
-        self._cut: dict[tuple[int, int, int, int], list[int]] = {}
+        self._cut: dict[tuple[int, int, int], int] = {}
 
     def run(self) -> Graph:
         graph = self._graph
@@ -350,10 +354,10 @@ class _PieceWriter:
         at = dim
         if parts > 1:
             apart = (*shape[:dim], parts, size * count, *shape[dim + 1 :])
-            key = (number, dim, parts, 0)
+            key = (number, dim, parts)
             if key not in self._cut:
-                self._cut[key] = [self._add_named("reshape", [number], shape=apart)]
-            (number,), at, shape = self._cut[key], dim + 1, apart
+                self._cut[key] = self._add_named("reshape", [number], shape=apart)
+            number, at, shape = self._cut[key], dim + 1, apart
         starts = tuple(which * size if n == at else 0 for n in range(len(shape)))
         limits = tuple((which + 1) * size if n == at else length for n, length in enumerate(shape))
         strides = (1,) * len(shape)

@@ -146,7 +146,9 @@ class InputSearch:
         if chosen is not None:
             return improved(self.problem, (), [chosen], is_least=True)[0]
         begun = [
-            total.descended(self._find_nearest(some), self._ways, sweeps=0) for some in near
+            # Without sweeps, values keep their choices, and only the operations' ways are chosen.
+            total.descended(self._find_nearest(some), self._ways, sweeps=0)
+            for some in near
         ] or sorted(self._seeds, key=total.value)[:MAX_DESCENTS]
         return improved(self.problem, begun)[0]
 
@@ -279,6 +281,7 @@ class InputSearch:
                 best_s = least_s
                 laid.append(waiting[place])
                 others = [waiting[at] for _, at in sorted(judged)]
+                # An axis cuts an input once: further seeds of the kind would not apply.
                 waiting = [one for one in others if one.kind != laid[-1].kind][:MAX_COMBINED]
         return list(found)
 

@@ -290,6 +290,7 @@ class JittedFunction:
         donated = [n for n, x in enumerate(arrays) if id(x) in once]
         own = {known: x.donated() for known, x in once.items()}
         arrays = [own.get(id(x), x) for x in arrays]
+        # Nothing else may keep what the program frees.
         del given, once, own
         return found.run(arrays, runner, donated)
 
@@ -390,6 +391,7 @@ class JittedFunction:
                     "of as many kinds: numbers that change are to be arrays, sp.array(0.1), and "
                     "shapes few",
                     UserWarning,
+                    # 3 is the caller of the function.
                     stacklevel=3,
                 )
             while len(self._programs) >= MAX_PROGRAMS:
@@ -416,6 +418,7 @@ def read_kind(tree: Any, key: list[Any], arrays: list[Any]) -> None:
         key.append(tree.type)
         arrays.append(tree)
     elif isinstance(tree, dict):
+        # Arrays are taken in a dictionary's order, which is therefore part of the kind.
         key.append((dict, tuple(tree)))
         for value in tree.values():
             read_kind(value, key, arrays)
@@ -449,4 +452,5 @@ def _read_leaf(leaf: Any, key: list[Any], arrays: list[Any]) -> None:
             f"sp.jit with the argument {leaf!r}, a {type(leaf).__name__} that cannot be compared; "
             "give arrays, and numbers, texts and the like"
         ) from error
+    # With the type, because 1 and True are equal.
     key.append((type(leaf), leaf))

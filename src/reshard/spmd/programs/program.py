@@ -129,6 +129,7 @@ def compile_graph(
     if change_runs is not None:
         runs = list(change_runs(order, steps, constants, runs))
     first: Registers = [None] * len(graph.values)
+    # The registers of constants follow those of values without a gap.
     first += [constants[register] for register in sorted(constants)]
     digest = _digest(order, steps)
     agreed = runner.in_lockstep if any(one.moved is not None for one in steps) else None
@@ -450,6 +451,8 @@ class Program:
                 program = self._program
         every = arrays | self._fixed if self._fixed else arrays
         inputs = [every[number]._shards for number in self._inputs]
+        # A program that may stop starts again from its arguments, which must then still have
+        # shards.
         if not self._may_stop:
             for place in donated:
                 # Nothing but the program holds them from here on.
@@ -460,6 +463,7 @@ class Program:
                     every.pop(self._arguments[place], None)
         try:
             made = program(inputs)
+        # All ranks get here together, since the error is collective.
         except UnforeseenElementsError:
             return self._interpret(arrays, runner)
         values = {}

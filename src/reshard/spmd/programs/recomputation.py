@@ -199,6 +199,7 @@ class _RecomputationSearch:
             else one
             for one in uses[reader:]
         ]
+        # Gains are divided by the cost, which may be 0.
         return [*uses[:reader], *made, *behind], max(cost, 1.0)
 
     def _rebuild(self, uses: Sequence[Operation]) -> Graph:

@@ -119,7 +119,7 @@ def overlapped_order(
             pending.remove(number)
             actions.append(Action("wait", number))
 
-    for place in range(len(steps) + 1):
+    for place, one in enumerate(steps):
         for number in begins.get(place, ()):
             for register in steps[number].reads:
                 wait(maker.get(register, -1))
@@ -128,9 +128,6 @@ def overlapped_order(
                 wait(alike[0])
             pending.append(number)
             actions.append(Action("begin", number))
-        if place == len(steps):
-            break
-        one = steps[place]
         if one.transport == "messages":
             continue
         made_by = [maker.get(register, -1) for register in one.reads]
@@ -243,6 +240,7 @@ def find_reused(
         (made,) = step.makes
         for register in step.reads:
             is_last = register in fresh and register in action.frees
+            # Equal types are the same object.
             if is_last and kinds[register] is kinds[made] and _is_large(kinds[made]):
                 found[place] = register
                 break

@@ -144,6 +144,7 @@ class StageBoundary:
         shape = change.target.local_shape(rank) if rank in target.mesh.devices else None
         if shape is not None:
             made = empty_result(shape, getattr(torch, kind.dtype.name), self._device)
+            # No message has the padding.
             if change.target.is_padded:
                 made.zero_()
         transfers = RankTransfers.of(
@@ -273,6 +274,8 @@ class Boundaries:
         groups = {}
         for stage, (one, other) in enumerate(pairwise(meshes)):
             ranks = tuple(sorted({*one.devices, *other.devices}))
+            # All processes take part, in the same order, because `new_group` is a collective of
+            # all.
             group = None if one is other else _group_of(ranks)
             if group is not None and rank in ranks:
                 groups[stage] = group

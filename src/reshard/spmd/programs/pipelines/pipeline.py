@@ -68,6 +68,7 @@ def _costs_of(
 
     (made,) = trace(function, own, *given).outputs
     cotangent = settled(made)
+    # Operations are traced in order, so the lengths of the shorter traces are where tasks end.
     first, second = (len(trace(run, tasks, own, cotangent, *given).operations) for tasks in (1, 2))
     both = trace(run, 3, own, cotangent, *given, topology=topology, library=library)
     # A parameter as the stage reads it takes neither time nor memory.

@@ -303,6 +303,7 @@ def _warm_up(order: str, rank: int, n_ranks: int, n_tasks: int, per_rank: int) -
     if order == "gpipe":
         return n_tasks
     if order == "interleaved" and per_rank > 1:
+        # As Megatron-LM's interleaved schedule.
         return 2 * (n_ranks - 1 - rank) + (per_rank - 1) * n_ranks
     if order == "zb-h2":
         # Until the gradient of its first microbatch can be there.

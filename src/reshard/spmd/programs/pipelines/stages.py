@@ -228,6 +228,7 @@ def _split(
     for place, operation in reversed(list(enumerate(whole.operations))):
         if needed.intersection(operation.results):
             needed.update(operation.operands)
+            # An end is a count of operations: the operation at that place is the next pass's first.
             own[bisect_right(ends, place)].insert(0, operation)
     passes: list[Graph] = []
     after: set[int] = set()
@@ -292,9 +293,11 @@ class ProgramPass:
         given = [values[number] for number in part.inputs]
         given += [_another(leaf) for _, leaf in leaves([known]) if leaf is not None]
         # A returned value may be an argument.
+        # Before the program runs, so that nothing else keeps what it frees.
         for number in values.keys() - self._stage.kept[place] - {self._stage.returned[place]}:
             del values[number]
         made = program.run(given, self._stage.runner, donated)
+        # Gradients follow the outputs.
         values.update(zip(part.outputs, made, strict=False))
         gradients: Sequence[Any] = made[len(part.outputs) :]
         return gradients

@@ -419,6 +419,7 @@ def find_cut_set(
         own = beside[variable]
         is_cut = size > largest
         if is_cut:
+            # `-v` takes the first among equals, so that all machines find the same set.
             variable = max(own, key=lambda v: (v not in free, len(beside[v]), choices[v], -v))
             found.add(variable)
             own = beside[variable]
@@ -428,6 +429,7 @@ def find_cut_set(
                 beside[other] |= own
             beside[other].discard(variable)
             now = math.prod([choices[v] for v in beside[other]])
+            # This puts back the variable that was popped, if another was put into the set.
             if now != sizes[other]:
                 sizes[other] = now
                 heapq.heappush(waiting, (now, other))
@@ -453,6 +455,7 @@ def take_out(
     """
     numbered = list(tables)
     taken: list[Elimination] = []
+    # Large tables are shared within this sum only: kept, they would take too much memory.
     of_large: KnownTables = {}
     for scope, numbers, pattern, size, largest in order:
         variable, rest = scope[0], scope[1:]
@@ -699,11 +702,13 @@ class CostSum:
                 waiting.discard(variable)
                 costs = self._sum_costs(variable, chosen, beside[variable])
                 best = int(costs.argmin())
+                # Only a lower sum counts, so that equal choices do not alternate.
                 if costs[best] < costs[chosen[variable]]:
                     chosen[variable] = best
                     for other in beside[variable]:
                         chosen[other] = self._find_least(other, chosen)
                     waiting.update(self._find_near((variable, *beside[variable])) & beside.keys())
+                    # Its own choice is the best now.
                     waiting.discard(variable)
             if not waiting:
                 self._ends[tuple(chosen), tuple(inner)] = self.tables
@@ -726,6 +731,7 @@ class CostSum:
         unchanged = 0
         for one in windows * MAX_PASSES:
             found = self._solve_window(one, chosen)
+            # 1, because the window that has changed is at its minimum.
             unchanged = unchanged + 1 if found == chosen else 1
             chosen = found
             if unchanged == len(windows):
@@ -798,6 +804,7 @@ class CostSum:
             choices = [self.choices[v] for v in window.variables]
             taken = take_out(window.order, tables, choices, self._joined)
             found = self._windows[key] = read_off(taken, choices)
+        # Elimination adds in another order: what it prefers by rounding alone is no gain.
         if found == before or _add_up(tables, found) >= _add_up(tables, before):
             return chosen
         changed = list(chosen)
