@@ -304,6 +304,7 @@ class _Waiting:
 
         def find(number: int) -> int:
             while group[number] != number:
+                # Python assigns to `group[number]` before `number`, so this halves the path.
                 group[number] = number = group[group[number]]
             return number
 
@@ -325,6 +326,7 @@ class _Waiting:
                 if not self._arises(value):
                     needs[place].add(place_of[find(self.maker[value])])
         for value in {value for number in self.runs for value in self._pending_operands(number)}:
+            # All readers of the value are in the same group.
             reader = self.readers[value][0][0]
             gains[place_of[find(reader)]] += self._count_bytes(value, self.pending[value])
         chosen = largest_closure(gains, needs)

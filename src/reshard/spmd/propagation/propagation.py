@@ -459,6 +459,8 @@ class _Propagation:
         An operator that changed a value itself is not asked again for that: an answer leaves
         nothing to add, except if two of its operands are the same value.
         """
+        # Before the sweep, values get what is requested of outputs; after it, outputs get what the
+        # values have become.
         self._meet_outputs()
         self._sweep(stage)
         self._meet_outputs()

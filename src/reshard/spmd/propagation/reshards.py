@@ -376,6 +376,7 @@ class _Placing:
         self.state = [
             Sharding.whole(len(value.shape))
             if spec is None
+            # Replicated axes only restrict propagation, which is over.
             else table.encoded(spec)._replace(replicated=())
             for value, spec in zip(self.graph.values, propagated.values, strict=True)
         ]

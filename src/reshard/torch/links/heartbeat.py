@@ -219,6 +219,7 @@ class HeartbeatClient(Heartbeat):
 
     def _read(self) -> None:
         with self._lock:
+            # Several threads may wait for others of the link, and each reads here.
             while not self._is_over:
                 try:
                     accepted = self._socket.recv(4096)

@@ -155,6 +155,7 @@ class WeightLink:
         self.name, self.rank, self.ranks = members.own.name, members.rank, members.own.ranks
         self.url = str(members.address)
         # Runs of a link are serialized, for all its models.
+        # A run in the background releases it in another thread, which an RLock would refuse.
         self._turn = threading.Lock()
         self._syncs = 0
 

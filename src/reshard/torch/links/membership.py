@@ -289,6 +289,7 @@ class LinkMembers:
 
     def interrupt(self, hand_on: ForwardOrder, number: int) -> None:
         """End the waiting for a lost engine."""
+        # One note at the store suffices.
         if self.rank:
             return
         position = 0 if number == hand_on.source else hand_on.source_ranks

@@ -107,6 +107,7 @@ class ProvingServer:
         """Answer until `end` is called, or `waker` and its copies are closed."""
         try:
             while True:
+                # Without an event, connections that prove nothing are closed a second late at most.
                 for key, events in self._selector.select(1.0 if self._unknown else None):
                     found = key.fileobj
                     if found is self._woken:
@@ -129,6 +130,7 @@ class ProvingServer:
             found, _ = listener.accept()
         except OSError:
             # The connection was closed again, or this process has too many open files.
+            # The listener stays readable: without a pause the loop would spin.
             time.sleep(0.01)
             return
         if len(self._unknown) >= _MAX_UNKNOWN:
@@ -170,6 +172,7 @@ class ProvingServer:
             del self._unknown[connected], peer.received[: self._proof_bytes]
             self._known[connected] = peer
             self._welcome(connected, peer, proof)
+        # `_welcome` drops a connection to which it cannot send.
         if connected in self._known and peer.received:
             self._answer_all(connected, peer)
 
@@ -184,6 +187,7 @@ class ProvingServer:
         except OSError:
             self._drop(connected)
             return
+        # A connection can nearly always be written to: asking for that all the time would spin.
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         if self._selector.get_key(connected).events != wanted:
             self._selector.modify(connected, wanted)
@@ -303,6 +307,7 @@ class _StoreService(ProvingServer):
         elif operation == _ADD:
             payload = values[key] = str(int(values.get(key, b"0")) + int(value)).encode()
         elif operation == _CHECK:
+            # Keys are codes in hexadecimal, which contain no line break.
             found = all(one in values for one in key.split(b"\n"))
         else:
             found = values.pop(key, None) is not None
@@ -331,7 +336,8 @@ class StoreClient:
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greeting = self._receive(_HELLO_BYTES)
-            salt, code = greeting[len(_MAGIC) :][:SALT_BYTES], greeting[-48:-NONCE_BYTES]
+            salt = greeting[len(_MAGIC) : len(_MAGIC) + SALT_BYTES]
+            code = greeting[-NONCE_BYTES - _CODE_BYTES : -NONCE_BYTES]
             if not greeting.startswith(_MAGIC):
                 raise LinkError(f"what listens at {host}:{port} is no link's store")
             self.key = derive_key(secret, salt)
@@ -490,6 +496,7 @@ class SealedStore(dist.Store):  # type: ignore[misc]
             waited_s = time.monotonic() - begun_s
             if waited_s > limit_s:
                 raise LinkError(f"{', '.join(keys)} did not come to the store in {limit_s:g} s")
+            # The first polls come fast: no wait grows by more than an eighth.
             time.sleep(min(waited_s / 8, _POLL_S))
 
     def delete_key(self, key: str) -> bool:
@@ -508,6 +515,7 @@ class SealedStore(dist.Store):  # type: ignore[misc]
 
 _SECRET_VARIABLE = "RESHARD_LINK_SECRET"
 _RETRY_S = 0.1
+# `ipaddress.is_private` has 0.0.0.0 and documentation networks as well, but not 100.64.0.0/10.
 _PRIVATE = [
     ipaddress.ip_network(one)
     for one in (

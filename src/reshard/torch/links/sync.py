@@ -77,6 +77,7 @@ class BucketEvent:
 
     def _fail(self, error: BaseException) -> None:
         if not self._ended.is_set():
+            # Set before the event, so that a thread that this wakes sees it.
             self._error = error
             self._ended.set()
 

@@ -236,6 +236,7 @@ class TrainerSync(WeightSync):
         for service in served:
             if service.number in account.given_up:
                 self._members.give_up(service.number, account.lost.get(service.name, "it is lost"))
+                # The account of this run has it: the next must not report it again.
                 self._members.take_lost()
         if not account.engines:
             told = "; ".join(f"{name}: {why}" for name, why in account.lost.items())

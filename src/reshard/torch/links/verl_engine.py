@@ -103,6 +103,7 @@ class StreamEnd:
         if not self.is_master:
             return None
         host = self._host or socket.gethostbyname(socket.gethostname())
+        # verl tells all others the address before anybody serves it, so the port is chosen here.
         with socket.socket() as listener:
             listener.bind((host, 0))
             port = listener.getsockname()[1]
@@ -184,6 +185,7 @@ class StreamEnd:
         used = _LENGTH_BYTES + _ENTRY_BYTES
         async for name, tensor in _iterate(weights):
             shape, kind = list(tensor.shape), as_dtype(tensor.dtype).name
+            # A tensor without dimensions cannot be viewed as bytes.
             whole = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             entry = _ENTRY_BYTES + 4 * len(name) + 24 * len(shape)
             if entry + used >= self.bucket_size and not table:
@@ -192,6 +194,7 @@ class StreamEnd:
                     "give larger ones"
                 )
             begin = 0
+            # An empty tensor has an entry, too.
             while begin < max(len(whole), 1):
                 room = self.bucket_size - used - entry
                 if room < min(len(whole) - begin, _LEAST_BYTES // 4):

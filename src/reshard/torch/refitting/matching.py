@@ -156,11 +156,13 @@ class _Matcher:
             return
         try:
             if any(tensor.fusion is not None for tensor in self.source.values()):
+                # Computed here, so that an error is a single problem, not one of every tensor.
                 self.members  # noqa: B018
         except ReshardError as error:
             self.problems.append(f"the source: {error}")
             return
         # Tensors that differ only in name use the match of the first.
+        # A table may cast tensors of a kind to different types.
         known = {} if isinstance(self.cast, Mapping) else self._known
         for name, wanted in self.target.items():
             like = known.get((id(self.source.get(name)), id(wanted)))

@@ -163,6 +163,7 @@ class RefitPlan:
             needed_bytes[name] = needed_bytes.get(name, 0) + size_bytes
         # All pieces of a transformed tensor are in memory at once.
         for name, size_bytes in needed_bytes.items():
+            # Half of `extra_bytes` is for staged elements (`staging_limit_bytes`).
             if size_bytes > self.staging_bytes:
                 raise UsageError(
                     f"{name!r} is transformed, for which a rank needs {size_bytes} bytes, and "
@@ -208,6 +209,7 @@ class RefitPlan:
         size_bytes: dict[str, int] = {}
         for one in direct:
             size_bytes[one.target_name] = size_bytes.get(one.target_name, 0) + count_bytes(one)
+        # Buckets are larger than asked where there would be too many.
         limit_bytes = max(self.buckets, -(-sum(size_bytes.values()) // _MAX_BUCKETS))
         number_of = schedule.fill_batches(size_bytes, limit_bytes)
         return {one.name: number_of[one.target_name] for one in direct}

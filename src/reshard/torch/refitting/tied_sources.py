@@ -188,6 +188,7 @@ def compare_distant(
     except RuntimeError as error:
         # The error is collected, since the other ranks wait for this rank.
         problem = f"rank {group.rank} cannot compare tied tensors: {error}"
+    # Ranks without a part of these tensors send nothing.
     message = problem or (json.dumps(own) if any(own) else "")
     sums = [0] * (2 * len(compared))
     for text in gather(message.encode(), group).values():
@@ -285,6 +286,7 @@ def _sum_words(cell: torch.Tensor, layout: Layout, number: int, word_bytes: int)
     """Return the sum of all words of a cell, times the factors of their positions."""
     itemsize_bytes, device = cell.element_size(), cell.device
     data = _bytes_of(cell.detach())
+    # PyTorch views elements as wider ones only from a multiple of their size on.
     if data.storage_offset() % word_bytes:
         data = data.clone()
     parts = layout.cell_part[number].tolist()
@@ -299,6 +301,7 @@ def _sum_words(cell: torch.Tensor, layout: Layout, number: int, word_bytes: int)
     for factor in factors:
         rows = (rows[:, None] * factor).reshape(-1)
     words = data.view(_WORDS[word_bytes]).view(len(rows), len(last))
+    # PyTorch supports uint64 only in part; int64 wraps around to the same bits.
     by_row, by_column = (torch.from_numpy(f.view(np.int64)).to(device) for f in (rows, last))
     total = torch.zeros((), dtype=torch.int64, device=device)
     step = max(_CHUNK_WORDS // len(last), 1)
@@ -330,6 +333,7 @@ def _mix(positions: IntArray, dimension: int) -> NDArray[np.uint64]:
     mixed = (positions.astype(np.uint64) + np.uint64(dimension << 48)) * np.uint64(_STEP)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST_MIX)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND_MIX)
+    # Odd numbers are invertible modulo 2**64: a change of a single word always changes the sum.
     return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
 
 

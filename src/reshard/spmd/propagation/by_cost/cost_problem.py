@@ -393,6 +393,7 @@ class CostProblem:
         ):
             # Compared by their cuts alone: candidates are closed and without replicated axes.
             place = _find_nearest(wanted.dims, [one.dims for one in shardings])
+            # A tied value has no choice of its own: `shardings` reads that of its input.
             chosen.append(place if self.variables[number] == number else 0)
         return (*chosen, *([0] * len(self.ways)))
 

@@ -247,6 +247,7 @@ def _solve_exactly(
             if least_s is None:
                 break
             kept = [
+                # The best answer's own choices stay, whatever rounding does to their minimum.
                 numbers[(own_s <= best_s * (1 + SLACK)) | (numbers == choice)]
                 for numbers, own_s, choice in zip(kept, least_s, best, strict=True)
             ]
