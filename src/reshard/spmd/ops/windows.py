@@ -376,7 +376,7 @@ def _find_span(
         windows = reach.seeing((low, high))
         start, stop = reach.spanned_by(windows)
         a, b = max(low, start), min(high, stop)
-        # Elements beside the span give an empty interval, whose stop would be before its start.
+        # Elements outside the span give an empty interval, whose stop would be before its start.
         b = max(a, b)
         # Without windows, a start below 0 would count from the end.
         taken = slice(windows[0] - first, windows[1] - first) if stop > start else slice(0, 0)
@@ -532,8 +532,8 @@ def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
     def make(edges: Edges, shape: Any) -> Function:
         def function(x: Any, g: Any) -> Any:
             outputs = g.shape[1]
-            # A rank may have the channels of only some groups: then the result's shape is what
-            # tells their size.
+            # A rank may have the channels of only some groups: their size then follows from the
+            # result's shape.
             each = x.shape[1] // options["groups"] if shape is None else shape[1]
             groups = x.shape[1] // each if each else 1
             if 0 in (*x.shape, *g.shape, groups):

@@ -319,7 +319,7 @@ def _find_stable(
 ) -> list[ArrayType]:
     """Return the types of what a loop carries: as it begins, sharded where the body makes it so."""
     kinds = [settled(kind) for kind in types]
-    # Each round gives a sharding to at least one more value, or is the last.
+    # Each round gives a sharding to a further value at least, or is the last.
     for _ in range(len(kinds) + 1):
         after = traced.result_types([*kinds, *rest])[: len(kinds)]
         found = [

@@ -172,7 +172,7 @@ class _PieceSearch:
         for dim, (factors, parts) in self._dims(place, products):
             copying_s = self._copying_s(place, products, factors, parts)
             for count in COUNTS:
-                # Each count is a multiple of the one before: larger counts do not divide it either.
+                # Each count divides the next: if it does not divide the size, larger counts do not.
                 if source.shape[dim] % (parts * count):
                     break
                 shape = list(source.shape)

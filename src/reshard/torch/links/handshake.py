@@ -205,7 +205,7 @@ def find_engines(store: SealedStore, seen: set[int]) -> list[Announcement]:
     warning names it.
     """
     engines = []
-    # `get` expects sealed values, which counters have not: adding 0 reads one.
+    # `get` expects a sealed value, but counters are not sealed: adding 0 reads them.
     for number in range(store.add("sides", 0)):
         if number not in seen and store.check([_announcement_key(number)]):
             engine = read_announcement(store, number)

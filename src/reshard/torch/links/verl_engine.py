@@ -103,7 +103,7 @@ class StreamEnd:
         if not self.is_master:
             return None
         host = self._host or socket.gethostbyname(socket.gethostname())
-        # verl tells all others the address before anybody serves it, so the port is chosen here.
+        # verl sends the address to all others before it is served, so the port is chosen here.
         with socket.socket() as listener:
             listener.bind((host, 0))
             port = listener.getsockname()[1]

@@ -156,7 +156,7 @@ class _Matcher:
             return
         try:
             if any(tensor.fusion is not None for tensor in self.source.values()):
-                # Computed here, so that an error is a single problem, not one of every tensor.
+                # Computed here, so that an error is reported once, not for every tensor.
                 self.members  # noqa: B018
         except ReshardError as error:
             self.problems.append(f"the source: {error}")

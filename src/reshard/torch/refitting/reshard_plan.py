@@ -144,7 +144,7 @@ def _build_plan(
         target,
         num_experts=num_experts,
         group=group,
-        # Megatron's default of 0 says nothing: a side that knows its first rank is asked for it.
+        # 0 is Megatron's default: a side that knows its first rank is then asked for it.
         source_offset=offsets[0] or None,
         target_offset=offsets[1] or None,
         planning=planning,
@@ -172,7 +172,7 @@ def _find_own_names(model: Model, tensors: Mapping[str, torch.Tensor]) -> dict[s
     return {
         name: own[tensor.data_ptr(), tensor.shape]
         for name, tensor in tensors.items()
-        # Empty tensors have no memory, by which they could be told apart.
+        # Empty tensors have no memory that distinguishes them.
         if tensor.numel() and (tensor.data_ptr(), tensor.shape) in own
     }
 
