@@ -364,8 +364,8 @@ def unwritten_target(source: str | os.PathLike[str]) -> Path:
     return place.with_name(f"{place.name}.planned")
 
 
-def arrange_whole(request: ConversionRequest, checkpoint: Checkpoint) -> WritePlan:
-    """Return the files of a target that stores each tensor of a checkpoint whole."""
+def plan_whole_files(request: ConversionRequest, checkpoint: Checkpoint) -> WritePlan:
+    """Plan the files of a target that stores each tensor of a checkpoint whole."""
     return request.target_format.plan_write(
         NewCheckpoint(
             {

@@ -56,7 +56,12 @@ from reshard.checkpoint.conversion.journal import (
     JournalRecord,
     read_journal,
 )
-from reshard.checkpoint.formats.opening import OTHER_WEIGHTS, has_checkpoint, open_checkpoint
+from reshard.checkpoint.formats.opening import (
+    MODEL_FILES,
+    OTHER_WEIGHTS,
+    has_checkpoint,
+    open_checkpoint,
+)
 from reshard.checkpoint.formats.registry import find_format, is_format_file
 from reshard.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from reshard.checkpoint.options import RunOptions
@@ -617,12 +622,6 @@ def open_shared(
 
 
 _MAX_LISTED = 12
-# Files without weights that belong to the model, as publishers of models name them.
-_MODEL_FILES = (
-    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
-    *("chat_template*", "*processor_config.json", "LICENSE*", "README.md"),
-)
 # Files that programs recreate: notes on downloads, compiled modules, settings of folder views.
 _CACHES = (".cache/huggingface", "__pycache__", ".DS_Store")
 
@@ -739,7 +738,7 @@ def _list_by_name(
 def _list_model_files(target: Path) -> Iterator[str]:
     """List the other files of models; the targets of links are not in the folder."""
     for name in _list_by_name(
-        target, lambda name: any(fnmatchcase(name, pattern) for pattern in _MODEL_FILES)
+        target, lambda name: any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)
     ):
         if describe_foreign_link(target / name, target) is None:
             yield name

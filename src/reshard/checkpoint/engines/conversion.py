@@ -18,7 +18,7 @@ from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.engine_states import LAYOUT_NAME
-from reshard.checkpoint.conversion.plan import arrange_whole, open_apart
+from reshard.checkpoint.conversion.plan import open_apart, plan_whole_files
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.engines.rank_parameters import check_sources, rank_parameters
 from reshard.checkpoint.formats.opening import read_config
@@ -99,7 +99,7 @@ def plan_for_vllm(
     found = rank_parameters(checkpoint, ranks)
     checkpoint = expect_equal_copies(found.bound)
     request = ConversionRequest(to="full", format=NAME, most_file_bytes=most_file_bytes)
-    write_plan = arrange_whole(request, checkpoint)
+    write_plan = plan_whole_files(request, checkpoint)
     text = to_json(layout)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     # Write the layout to the target too, so that the model's own tensors can be restored.

@@ -187,9 +187,10 @@ def flat_block(regions: Iterable[RankRegion], start: int, shape: Shape) -> Itera
 
 
 class WholeTensors:
-    """The tensors that are assembled from the blocks of ranks, by name."""
+    """The tensors of the checkpoint in a folder, assembled from the blocks of ranks, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         # By tensor: its type and shape, the label of its first block, and its regions.
         self.tensors: dict[str, tuple[DType, Shape, str, list[RankRegion]]] = {}
 
@@ -223,6 +224,5 @@ class WholeTensors:
         for name, (dtype, shape, _, regions) in self.tensors.items():
             binding = bind_regions(shape, regions, slots, dtype.itemsize_bytes)
             tensors[name] = StoredTensor(name, dtype, binding)
-        for tensor in tensors.values():
-            _ = tensor.assembly
+            expect_covered(self._folder, tensors[name])
         return tensors

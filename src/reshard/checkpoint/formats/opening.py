@@ -49,6 +49,12 @@ MAX_CARRIED_BYTES = 64 * 1024 * 1024
 _MAX_INNER_FOLDERS = 64
 # Weights in other formats: they are copies of the tensors, and would become outdated.
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
+# Files without weights that belong to a model, as publishers of models name them.
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
+    *("chat_template*", "*processor_config.json", "LICENSE*", "README.md"),
+)
 
 
 def open_checkpoint(

@@ -40,9 +40,9 @@ from reshard.checkpoint.comparison import Comparison, compare
 from reshard.checkpoint.contents import Checkpoint, read_again
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.plan import (
-    arrange_whole,
     find_recipe,
     open_apart,
+    plan_whole_files,
     take_source,
     unwritten_target,
 )
@@ -173,7 +173,7 @@ def plan_for_pretrained(
     ]
     # transformers 4 refuses files of other frameworks: name PyTorch, whatever the source names.
     weights = weights.replace(metadata={**weights.metadata, "format": "pt"})
-    write_plan = arrange_whole(request, weights)
+    write_plan = plan_whole_files(request, weights)
     companions = {name: path for name, path in files.companions.items() if name != CONFIG}
     recorded = request.list_recorded()
     resolved = {

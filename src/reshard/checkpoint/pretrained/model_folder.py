@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.comparison import compare
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.opening import MAX_CARRIED_BYTES
+from reshard.checkpoint.formats.opening import MAX_CARRIED_BYTES, MODEL_FILES
 from reshard.checkpoint.storage.permissions import describe_foreign_link
 from reshard.checkpoint.storage.remote_paths import as_path
 from reshard.dtypes import DType
@@ -33,12 +33,8 @@ from reshard.text import count_text, parse_json
 
 CONFIG = "config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_COMPANIONS = (
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "chat_template*"),
-    *("preprocessor_config.json", "processor_config.json", "image_processor_config.json"),
-    *("video_preprocessor_config.json", "*.py", "LICENSE*", "README.md"),
-)
+# A model may come with code, which is copied too. A conversion never deletes code.
+_COMPANIONS = (*MODEL_FILES, "*.py")
 
 
 class ModelFiles(NamedTuple):

@@ -49,7 +49,7 @@ _FIRST_WAIT_S = 0.2
 _GIVE_UP_S = 60
 #: The maximum number of short requests, for names and headers, in flight at a time.
 IN_FLIGHT = 16
-# Web servers do not list folders, so these names of a model's files are requested.
+# Web servers do not list folders, so these names are requested: the usual files of a checkpoint.
 _COMMON_NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",

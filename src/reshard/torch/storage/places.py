@@ -1,7 +1,7 @@
 """Offsets in the files of a new checkpoint for each part of a save by all ranks.
 
 The plans of all ranks list their boxes of tensors. The coordinator passes them to the format, which
-arranges the files (`NewCheckpoint`), and sends each rank the offsets of its boxes::
+plans the files (`NewCheckpoint`), and sends each rank the offsets of its boxes::
 
     plans of ranks             layouts                 files                  to each rank
     rank 0: w [0:4, 0:8]  -->  w: rank 0 and 1    -->  __0_0.distcp  -->      w at byte 4096
@@ -90,10 +90,10 @@ def check_values(format: CheckpointFormat, plans: Sequence[SavePlan]) -> None:
         )
 
 
-def arrange_save(
+def plan_save_files(
     format: CheckpointFormat, plans: Sequence[SavePlan], metadata: Mapping[str, str]
 ) -> WritePlan:
-    """Return the files of a save, for the plans of all ranks.
+    """Plan the files of a save, for the plans of all ranks.
 
     Raises:
         UsageError: plans that were omitted because they had not changed; a dtype or sharding that
@@ -102,7 +102,7 @@ def arrange_save(
     if not all(plan.usable for plan in plans):
         raise UsageError(
             "a plan was left out because it had not changed; save without enable_plan_caching: the "
-            "files of every save are arranged anew"
+            "files of every save are planned anew"
         )
     check_values(format, plans)
     boxes: dict[str, list[tuple[int, Box]]] = {}

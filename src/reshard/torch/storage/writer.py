@@ -1,6 +1,6 @@
 """Saves of `torch.distributed.checkpoint` into checkpoints of any writable format.
 
-1. The coordinator arranges the files of all ranks, and creates them next to the target, with their
+1. The coordinator plans the files of all ranks, and creates them next to the target, with their
    full size and the bytes that are already known (`places`).
 2. Every rank writes its boxes into them, a few megabytes at a time, and reports their checksums.
    Values that are not tensors are written into a separate file of the rank.
@@ -57,10 +57,10 @@ from reshard.system import name_host, sync
 from reshard.torch.storage.places import (
     RankPlaces,
     WritePlace,
-    arrange_save,
     as_paths,
     check_values,
     find_places,
+    plan_save_files,
 )
 from reshard.torch.storage.saves import AddressSave, FolderSave, OwnFiles, RankUpload, expect_free
 
@@ -203,7 +203,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             RunError: files that cannot be created, for example on a full disk; errors of the store.
         """
         self._forget()
-        write_plan = arrange_save(self.format, plans, self.metadata)
+        write_plan = plan_save_files(self.format, plans, self.metadata)
         if isinstance(self.path, RemotePath):
             sent = AddressSave(self.path, self.save_id, write_plan, self.staging)
             self._save = sent

@@ -35,7 +35,7 @@ from reshard.checkpoint.contents import (
     StoredFile,
     StoredItem,
 )
-from reshard.checkpoint.formats.chunks import ChunkBinder
+from reshard.checkpoint.formats.chunks import ChunkBinder, expect_covered
 from reshard.checkpoint.formats.format import check_against_manifest
 from reshard.checkpoint.formats.source_sharding import (
     DescribedPart,
@@ -294,8 +294,7 @@ def _match_kinds(
             order.append(found.find_place(slot, chunks[box])[0])
     files = tuple(found.files[at] for at in order)
     kind = TensorKind(found.dtype, layout, tuple(places), files, described.spec)
-    # The shards must cover the tensor.
-    _ = kind.tensor(name, [0] * len(places)).assembly
+    expect_covered(folder, kind.tensor(name, [0] * len(places)))
     return kind, order
 
 

@@ -544,7 +544,7 @@ class _Builder:
         self.folder = folder
         self.sizes = sizes
         self.arguments = arguments
-        self.whole = WholeTensors()
+        self.whole = WholeTensors(folder)
         self.checksums = StorageChecksums()
         self.unread: list[tuple[str, str]] = []
         self.unreadable: dict[str, str] = {}

@@ -147,7 +147,7 @@ def _assemble(
     ordered = _sort(stages, arguments)
     dtypes = {stages.engine[name]: tensor.dtype for name, tensor in weights.items()}
     has_chain = any(chain for chain, _, _ in buffers)
-    whole = WholeTensors()
+    whole = WholeTensors(folder)
     for chain in sorted({chain for chain, _, _ in buffers}):
         ranks = sorted({rank for of, rank, _ in buffers if of == chain})
         for rank in ranks:
