@@ -35,10 +35,10 @@ from reshard._records import Record
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES
 from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns, TensorKind
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
-from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
+from reshard.plans.documents import read_dtype, read_int, read_ints, read_json
 from reshard.sharding import spec
 from reshard.text import first_duplicate, parse_json
 
@@ -46,8 +46,6 @@ MANIFEST_NAME = "reshard.manifest.json"
 FORMAT_VERSION = 1
 _DIGEST_CHARACTERS = 2 * DIGEST_BYTES
 _NO_DIGIT = re.compile("[^0-9a-f]")
-# The sum of two smaller numbers still fits into 64 bits.
-_TOO_LARGE = 2**62
 # The position of the tensors in the text. No JSON string contains a line end, so it is unique.
 _TENSORS_PLACE = '\n "tensors": null'
 _AFTER_TENSORS = '\n },\n "carried"'
@@ -289,28 +287,28 @@ def _parse(content: Mapping[str, Any], entries: Iterable[_Entry]) -> Manifest:
     if content["mesh"] is not None:
         fields = content["mesh"]
         mesh = DeviceMesh(
-            _expect_text(fields["name"], "the name of the mesh"),
-            _expect_numbers(fields["shape"], "the shape of the mesh"),
-            [_expect_text(name, "an axis name") for name in fields["axis_names"]],
-            _expect_numbers(fields["devices"], "the devices of the mesh"),
+            read_json(fields["name"], str, "the name of the mesh"),
+            read_ints(fields["shape"], "the shape of the mesh", 0),
+            [read_json(name, str, "an axis name") for name in fields["axis_names"]],
+            read_ints(fields["devices"], "the devices of the mesh", 0),
         )
     files = []
     for name, fields in content["files"].items():
         if not is_name_inside(name):
             raise FormatError(f"the file name {name!r} leads outside the checkpoint")
-        size_bytes = _expect_number(fields["size_bytes"], f"the size of {name}")
+        size_bytes = read_int(fields["size_bytes"], f"the size of {name}", 0)
         files.append(
-            StoredFile(name, size_bytes, _expect_number(fields["rank"], f"the rank of {name}"))
+            StoredFile(name, size_bytes, read_int(fields["rank"], f"the rank of {name}", 0))
         )
     if not files:
         raise FormatError("no files are listed, at least one was expected")
     return Manifest(
-        _expect_text(content["format"], "the format"),
-        _expect_text(content["conversion_id"], "the conversion's identity"),
+        read_json(content["format"], str, "the format"),
+        read_json(content["conversion_id"], str, "the conversion's identity"),
         mesh,
         tuple(files),
         _parse_tensors(mesh, files, entries),
-        tuple(_expect_text(name, "a carried file") for name in content["carried"]),
+        tuple(read_json(name, str, "a carried file") for name in content["carried"]),
         {
             name: _parse_digests(item, 1, "", name)
             for name, item in content.get("items", {}).items()
@@ -357,8 +355,8 @@ def _parse_tensors(
 def _parse_kind(
     mesh: DeviceMesh | None, files: list[StoredFile], name: str, item: Mapping[str, Any]
 ) -> TensorKind:
-    shape = tuple(_expect_numbers(item["shape"], f"the shape of {name!r}"))
-    dtype = as_dtype(_expect_text(item["dtype"], f"the dtype of {name!r}"))
+    shape = read_ints(item["shape"], f"the shape of {name!r}", 0)
+    dtype = read_dtype(item["dtype"], f"the dtype of {name!r}")
     size_bytes = math.prod(shape) * dtype.itemsize_bytes
     total_bytes = sum(file.size_bytes for file in files)
     if size_bytes > total_bytes:
@@ -370,14 +368,14 @@ def _parse_kind(
     if text is not None:
         if mesh is None:
             raise FormatError(f"tensor {name!r} has a sharding {text!r} without a mesh")
-        layout = spec(mesh, _expect_text(text, f"the sharding of {name!r}")).layout(shape)
+        layout = spec(mesh, read_json(text, str, f"the sharding of {name!r}")).layout(shape)
     else:
         boxes = [
             (
-                _expect_number(slot, f"a rank of {name!r}"),
+                read_int(slot, f"a rank of {name!r}", 0),
                 Box(
-                    tuple(_expect_numbers(start, f"a box of {name!r}")),
-                    tuple(_expect_numbers(stop, f"a box of {name!r}")),
+                    read_ints(start, f"a box of {name!r}", 0),
+                    read_ints(stop, f"a box of {name!r}", 0),
                 ),
             )
             for slot, start, stop in item["boxes"]
@@ -392,26 +390,8 @@ def _parse_kind(
     return TensorKind(dtype, layout, (), (), text)
 
 
-def _expect_text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise FormatError(f"{what} is {value!r}, expected text")
-    return value
-
-
-def _expect_number(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value < _TOO_LARGE:
-        raise FormatError(f"{what} is {value!r}, expected a whole number of 0 or more")
-    return value
-
-
-def _expect_numbers(values: Any, what: str) -> list[int]:
-    if not isinstance(values, list):
-        raise FormatError(f"{what} is {values!r}, expected a list of numbers")
-    return [_expect_number(value, what) for value in values]
-
-
 def _parse_digests(value: Any, count: int, what: str, name: str) -> bytes:
-    joined = _expect_text(value, f"the digest of {what}{name!r}")
+    joined = read_json(value, str, f"the digest of {what}{name!r}")
     if len(joined) != count * _DIGEST_CHARACTERS or _NO_DIGIT.search(joined):
         raise FormatError(
             f"the digest of {what}{name!r} is {joined[:40]!r}, expected {count} times "

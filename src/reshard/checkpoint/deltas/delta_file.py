@@ -41,6 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard._records import Record
+from reshard._validation import MAX_RANKS
 from reshard.checkpoint.blocks import grid
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
 from reshard.checkpoint.formats.safetensors.header import check_shape
@@ -50,8 +51,8 @@ from reshard.checkpoint.storage.local_files import FileIdentity
 from reshard.checkpoint.storage.permissions import common_mode_bits, restrict_mode
 from reshard.checkpoint.storage.remote_paths import check_path_text
 from reshard.dtypes import DType
-from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError, UsageError
+from reshard.plans.documents import read_dtype, read_int, read_ints, read_json, read_strings
 from reshard.system import sync
 from reshard.text import parse_json
 
@@ -337,9 +338,9 @@ def _parse_index(path: Path, identity: FileIdentity, index: bytes, digest: bytes
     _check_records(records, tensors, payload_bytes)
     removed = {}
     for name, dtype, shape in content["removed"]:
-        if name in tensors or name in removed:
+        if read_json(name, str, "a removed tensor") in tensors or name in removed:
             raise FormatError(f"the removed tensor {name!r} appears twice")
-        removed[_check_text(name)] = _parse_kind(name, dtype, shape)
+        removed[name] = _parse_kind(name, dtype, shape)
     items = content["items"]
     return Delta(
         path,
@@ -357,23 +358,21 @@ def _parse_index(path: Path, identity: FileIdentity, index: bytes, digest: bytes
         _parse_paths(content["paths"]),
         _parse_mapping(content["attributes"]),
         content["compression"],
-        tuple(_check_text(note) for note in content["notes"]),
+        tuple(read_strings(content["notes"], "the notes")),
     )
 
 
 def _parse_kind(name: str, dtype: Any, shape: Any) -> tuple[DType, tuple[int, ...]]:
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise FormatError(f"the shape {shape!r} of {name!r}")
-    kind = as_dtype(_check_text(dtype))
-    check_shape(name, kind, tuple(shape))
-    return kind, tuple(shape)
+    kind, lengths = read_dtype(dtype, f"tensor {name!r}"), read_ints(shape, f"tensor {name!r}", 0)
+    check_shape(name, kind, lengths)
+    return kind, lengths
 
 
 def _parse_tensors(rows: Any, blocks: int) -> dict[str, DeltaTensor]:
     tensors: dict[str, DeltaTensor] = {}
     first = 0
     for name, dtype, shape, kind, *before in rows:
-        if _check_text(name) in tensors or kind not in KINDS:
+        if read_json(name, str, "a tensor") in tensors or kind not in KINDS:
             raise FormatError(f"tensor {name!r} appears twice, or has the kind {kind!r}")
         own = _parse_kind(name, dtype, shape)
         was = None if kind == "added" else own
@@ -415,23 +414,22 @@ def _check_records(
 def _parse_auxiliary(rows: Any, payload_bytes: int, *, is_file: bool) -> dict[str, AuxiliaryBytes]:
     entries: dict[str, AuxiliaryBytes] = {}
     for name, digest, size, start, *others in rows:
-        if _check_text(name) in entries or (is_file and not is_plain_path(name)):
+        if read_json(name, str, "a file") in entries or (is_file and not is_plain_path(name)):
             raise FormatError(f"the file {name!r} appears twice, or leads outside its folder")
-        numbers = (size,) if start is None else (size, start)
-        if any(type(n) is not int or n < 0 for n in numbers) or sum(numbers[1:]) > payload_bytes:
-            raise FormatError(f"{name!r} in {size!r} bytes at {start!r}")
-        if start is not None and start + size > payload_bytes:
+        size = read_int(size, f"the size of {name!r}", 0)
+        stop = size + (0 if start is None else read_int(start, f"the start of {name!r}", 0))
+        if start is not None and stop > payload_bytes:
             raise FormatError(f"{name!r} is outside of the payload")
-        raw = bytes.fromhex(_check_text(digest))
+        raw = bytes.fromhex(read_json(digest, str, f"the digest of {name!r}"))
         if len(raw) != DIGEST_BYTES:
             raise FormatError(f"the digest {digest!r} of {name!r}")
         transforms: tuple[str, ...] = ()
         rank = 0
         if others:
-            transforms = tuple(map(_check_text, others[0]))
-            rank = others[1]
-            if type(rank) is not int or not 0 <= rank < 1 << 31:
-                raise FormatError(f"rank {rank!r} of {name!r}")
+            transforms = tuple(read_strings(others[0], f"the transforms of {name!r}"))
+            rank = read_int(others[1], f"the rank of {name!r}", 0)
+            if rank >= MAX_RANKS:
+                raise FormatError(f"rank {rank} of {name!r}")
         entries[name] = AuxiliaryBytes(name, raw, size, start, transforms, rank)
     return entries
 
@@ -439,7 +437,7 @@ def _parse_auxiliary(rows: Any, payload_bytes: int, *, is_file: bool) -> dict[st
 def _parse_mapping(content: Any) -> dict[str, Any] | None:
     if content is None:
         return None
-    return {_check_text(name): decode_value(value) for name, value in content.items()}
+    return {name: decode_value(value) for name, value in content.items()}
 
 
 def _parse_paths(content: Any) -> dict[str, tuple[str | int, ...]] | None:
@@ -451,12 +449,6 @@ def _parse_paths(content: Any) -> dict[str, tuple[str | int, ...]] | None:
             raise FormatError(f"the path {path!r} of {name!r}")
         paths[name] = tuple(path)
     return paths
-
-
-def _check_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise FormatError(f"{value!r}: expected a string")
-    return value
 
 
 class DeltaWriter:
