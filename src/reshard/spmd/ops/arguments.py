@@ -39,13 +39,15 @@ def of_arrays(function: Function) -> Function:
         except AttributeError as error:
             # The object that lacked the attribute. It is the caller's mistake only if the caller
             # passed the object.
-            found = error.obj
-            if not any(_has_array(one) for one in arguments):
-                found = arguments[0] if arguments else found
-            if isinstance(found, ArrayValue) or not any(_contains(one, found) for one in arguments):
+            obj = error.obj
+            if not any(_has_array(argument) for argument in arguments):
+                obj = arguments[0] if arguments else obj
+            if isinstance(obj, ArrayValue) or not any(
+                _contains(argument, obj) for argument in arguments
+            ):
                 raise
             raise UsageError(
-                f"{name} of {found!r}, a {type(found).__name__}; an sp.array was expected: make "
+                f"{name} of {obj!r}, a {type(obj).__name__}; an sp.array was expected: make "
                 "it one by sp.array(...)"
             ) from error
 
@@ -81,10 +83,10 @@ def portion(what: str, value: Any) -> float:
     >>> portion("a rate of ", 0.5)
     0.5
     """
-    found = float(value) if isinstance(value, Real) else -1.0
-    if not 0 <= found <= 1:
+    number = float(value) if isinstance(value, Real) else -1.0
+    if not 0 <= number <= 1:
         raise UsageError(f"{what}{value!r}; a number from 0 to 1 was expected")
-    return found
+    return number
 
 
 def whole_numbers(what: str, value: Any, count: int, least: int = 0) -> tuple[int, ...]:
@@ -109,23 +111,23 @@ def whole_pairs(what: str, value: Any, count: int) -> tuple[tuple[int, int], ...
     """
     if hasattr(value, "__index__"):
         return ((check_int(value, what),) * 2,) * count
-    given = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
-    if len(given) != count or any(hasattr(one, "__index__") for one in given):
+    pairs = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+    if len(pairs) != count or any(hasattr(pair, "__index__") for pair in pairs):
         raise UsageError(
             f"{what} {value!r}; give (before, after) for each of {count} dimensions, or one number"
         )
-    before_and_after = [whole_numbers(what, one, 2) for one in given]
+    before_and_after = [whole_numbers(what, pair, 2) for pair in pairs]
     return tuple((before, after) for before, after in before_and_after)
 
 
 def _has_array(argument: Any) -> bool:
     """Return whether an argument is a sharded array, or a list that contains a sharded array."""
     is_list = isinstance(argument, list | tuple)
-    return any(isinstance(one, ArrayValue) for one in (argument if is_list else [argument]))
+    return any(isinstance(item, ArrayValue) for item in (argument if is_list else [argument]))
 
 
-def _contains(argument: Any, found: Any) -> bool:
-    """Return whether an argument is the object `found`, or a list that contains it."""
-    if argument is found:
+def _contains(argument: Any, obj: Any) -> bool:
+    """Return whether an argument is the object `obj`, or a list that contains it."""
+    if argument is obj:
         return True
-    return isinstance(argument, list | tuple) and any(one is found for one in argument)
+    return isinstance(argument, list | tuple) and any(item is obj for item in argument)

@@ -83,11 +83,11 @@ def attention(
         scale: of the scores; `1 / sqrt(d)` when None.
     """
     # 1. Shapes.
-    for name, one in (("queries", queries), ("keys", keys), ("values", values)):
-        if one.ndim < 3:
+    for name, array in (("queries", queries), ("keys", keys), ("values", values)):
+        if array.ndim < 3:
             raise SpecError(
-                f"attention with {name} of shape {list(one.shape)}; [..., heads, places, features] "
-                "was expected: add a dimension of heads with sp.expand_dims"
+                f"attention with {name} of shape {list(array.shape)}; [..., heads, places, "
+                "features] was expected: add a dimension of heads with sp.expand_dims"
             )
     heads, groups = queries.shape[-3], keys.shape[-3]
     if groups == 0 or heads % groups:
@@ -107,7 +107,7 @@ def attention(
     if mask is None and _may_go_by_blocks(queries, keys, values):
         attributes = {"is_causal": bool(is_causal), "window": window}
         queries, keys, values = operands(queries, keys, values)
-        specs = [one.type.spec for one in (queries, keys, values)]
+        specs = [array.type.spec for array in (queries, keys, values)]
         if None not in specs and may_turn(specs, (queries.shape, keys.shape)):
             # Found by name, because it depends on this module.
             go_round = namespace.find("ring_attention")
@@ -121,14 +121,14 @@ def attention(
 
 def _may_go_by_blocks(queries: Any, *others: Any) -> bool:
     """Return whether attention can be a single operation on each rank, without a scores array."""
-    types = {one.dtype for one in (queries, *others)}
+    types = {array.dtype for array in (queries, *others)}
     if len(types) > 1 or kind_of(queries.dtype) != "real floating":
         return False
-    if any(0 in one.shape for one in (queries, *others)):
+    if any(0 in array.shape for array in (queries, *others)):
         return False
     # If only keys are sharded, ranks exchange their parts of the sums instead of the keys.
     of_queries = _axes_along(queries, -2)
-    return all(_axes_along(one, -2) <= of_queries for one in others)
+    return all(_axes_along(array, -2) <= of_queries for array in others)
 
 
 def _axes_along(x: Any, dim: int) -> set[str]:
@@ -177,8 +177,8 @@ def attention_rule(
         missing = rank - len(mask)
         if missing < 0 or any(b not in (1, a) for a, b in zip(scores[missing:], mask, strict=True)):
             raise SpecError(f"mask {mask} of scores {scores}; it must broadcast to them")
-        own = zip([*rows, "t"][missing:], scores[missing:], mask, strict=True)
-        masks.append([dim if size == wanted else None for dim, wanted, size in own])
+        aligned = zip([*rows, "t"][missing:], scores[missing:], mask, strict=True)
+        masks.append([dim if size == expected else None for dim, expected, size in aligned])
     # Keys and channels of queries stay whole: scores must be complete before the softmax, which
     # sees all keys, and neither sum over a part can be combined later.
     is_placed = is_causal or window is not None
@@ -316,10 +316,13 @@ class SeenKeys:
 @lru_cache(maxsize=4096)
 def _most_pairs(seen: SeenKeys, queries: tuple[int, int], keys: tuple[int, int]) -> int:
     parts = [
-        [(start, min(start + own, size)) for start in range(0, size, own)]
-        for size, own in (queries, keys)
+        [(start, min(start + block, size)) for start in range(0, size, block)]
+        for size, block in (queries, keys)
     ]
-    return max(seen.count_pairs(one, other) for one, other in itertools.product(*parts))
+    return max(
+        seen.count_pairs(query_block, key_block)
+        for query_block, key_block in itertools.product(*parts)
+    )
 
 
 def _attention_kernel(work: LocalWork) -> Function | list[Function]:
@@ -334,8 +337,10 @@ def _attention_kernel(work: LocalWork) -> Function | list[Function]:
 
 def _by_blocks(kernel: Attention) -> Function:
     def function(q: Any, k: Any, v: Any) -> Any:
-        made, _ = kernel.forward(grouped(q, k.shape[-3]), k[..., None, :, :], v[..., None, :, :])
-        return made.reshape((*q.shape[:-1], v.shape[-1]))
+        weighted, _ = kernel.forward(
+            grouped(q, k.shape[-3]), k[..., None, :, :], v[..., None, :, :]
+        )
+        return weighted.reshape((*q.shape[:-1], v.shape[-1]))
 
     return function
 
@@ -380,7 +385,7 @@ class Attention:
             shape = (*part.shape[:-1], v.shape[-1])
             # `*_like` has the type and the device in both libraries; older NumPy accepts no
             # `device`.
-            found = space.zeros_like(space.broadcast_to(part[..., :1], shape))
+            output = space.zeros_like(space.broadcast_to(part[..., :1], shape))
             for keys in blocks(k.shape[-2]):
                 is_any, is_all = self.seen.reaches(queries, keys)
                 if not is_any:
@@ -389,14 +394,14 @@ class Attention:
                 greatest = space.maximum(most, space.max(scores, axis=-1, keepdims=True))
                 level = self._level(greatest)
                 weights = space.exp(scores - level)
-                kept = space.exp(most - level)
-                total = total * kept + space.sum(weights, axis=-1, keepdims=True)
-                found = found * kept + space.matmul(weights, v[..., keys[0] : keys[1], :])
+                rescale = space.exp(most - level)
+                total = total * rescale + space.sum(weights, axis=-1, keepdims=True)
+                output = output * rescale + space.matmul(weights, v[..., keys[0] : keys[1], :])
                 most = greatest
             is_none = total == 0
-            one = space.ones_like(total)
-            weighed.append(found / space.where(is_none, one, total))
-            logs = self._level(most) + space.log(space.where(is_none, one, total))
+            ones = space.ones_like(total)
+            weighed.append(output / space.where(is_none, ones, total))
+            logs = self._level(most) + space.log(space.where(is_none, ones, total))
             sums.append(space.where(is_none, most, logs)[..., 0])
         return space.concat(weighed, axis=-2), space.concat(sums, axis=-1)
 
@@ -428,11 +433,11 @@ class Attention:
                 weights = space.exp(scores - self._level(sums))
             slopes = weights * (agreed + shift) * self.scale
             of_queries.append(space.matmul(slopes, columns))
-            for found, one, other in (
+            for target, left, right in (
                 (of_keys, slopes, rows),
                 (of_values, weights, cotangents),
             ):
-                found[..., keys[0] : keys[1], :] += _sum_heads(space, one, other)
+                target[..., keys[0] : keys[1], :] += _sum_heads(space, left, right)
         return space.concat(of_queries, axis=-2), of_keys, of_values
 
     def _rows(self, size: int, others: int) -> Iterator[tuple[Any, Any]]:
@@ -482,8 +487,8 @@ _LEAST = 32
 
 def _sum_heads(space: Any, weights: Any, rows: Any) -> Any:
     """Sum rows `[..., r, s, d]` by weights `[..., r, s, t]`: `[..., 1, t, d]`."""
-    found = space.matmul(space.matrix_transpose(weights), rows)
-    return space.sum(found, axis=-3, keepdims=True)
+    products = space.matmul(space.matrix_transpose(weights), rows)
+    return space.sum(products, axis=-3, keepdims=True)
 
 
 def grouped(x: Any, groups: int) -> Any:
@@ -498,10 +503,10 @@ def _by_torch(kernel: Attention, library: Library) -> Function:
     def function(q: Any, k: Any, v: Any) -> Any:
         if 0 not in (*q.shape, *k.shape, *v.shape):
             return weigh(q, k, v)
-        made = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        for one in (q, k, v):
-            made = library.linked(made, one)
-        return made
+        result = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        for operand in (q, k, v):
+            result = library.linked(result, operand)
+        return result
 
     return function
 
@@ -552,14 +557,14 @@ def _finds_places(
 
 def _pull_attention(step: TapeStep, g: Any) -> tuple[Any, ...]:
     q, k, v = step.operands
-    every = ("is_causal", "window", "scale")
-    found = pull_by_scores(step.operands, g, **{name: step.attributes[name] for name in every})
-    if found is not None:
-        return found
+    names = ("is_causal", "window", "scale")
+    cotangents = pull_by_scores(step.operands, g, **{name: step.attributes[name] for name in names})
+    if cotangents is not None:
+        return cotangents
     attributes = {name: step.attributes[name] for name in ("is_causal", "window")}
     options = {"scale": step.attributes["scale"]}
-    made: tuple[Any, ...] = call("attention_gradient", (q, k, v, g), attributes, options)
-    return made
+    gradients: tuple[Any, ...] = call("attention_gradient", (q, k, v, g), attributes, options)
+    return gradients
 
 
 def pull_by_scores(
@@ -574,8 +579,8 @@ def pull_by_scores(
     attend = _by_scores(is_causal=is_causal, window=window, scale=scale)
     # Found by name, because it depends on this module.
     _, pullback = namespace.find("vjp")(attend, *arrays)
-    found: tuple[Any, ...] = pullback(g)
-    return found
+    cotangents: tuple[Any, ...] = pullback(g)
+    return cotangents
 
 
 def _by_scores(*, is_causal: bool, window: int | None, scale: float) -> Function:
@@ -608,7 +613,7 @@ def may_turn(specs: Sequence[ShardingSpec], shapes: Sequence[Shape]) -> bool:
     """
     queries, keys, values = specs[:3]
     cut = queries.dim_specs[-2]
-    if not cut.levels or any(one.dim_specs[-2] != cut for one in (keys, values)):
+    if not cut.levels or any(spec.dim_specs[-2] != cut for spec in (keys, values)):
         return False
     if not all(map(_may_turn_dims, (queries, keys, values))):
         return False
@@ -666,8 +671,8 @@ def attend_by_scores(
         weights = divide(powers, where(elementwise.equal(total, 0), 1.0, total))
     if groups != heads:
         weights = reshape(weights, (*lead, groups, heads // groups, length, keys.shape[-2]))
-    found = matmul(weights, values)
-    return reshape(found, (*lead, heads, length, values.shape[-1]))
+    weighted = matmul(weights, values)
+    return reshape(weighted, (*lead, heads, length, values.shape[-1]))
 
 
 # ---- attention_gradient
@@ -727,16 +732,16 @@ def _back_by_torch(kernel: Attention) -> Function:
 
     def function(*operands: Any) -> Any:
         # The inner autograd call is not differentiable, so blocks are used under a gradient.
-        is_watched = torch.is_grad_enabled() and any(one.requires_grad for one in operands)
+        is_watched = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
         # torch.compile can trace the blocks, but not a call of autograd.
         is_watched = is_watched or torch.compiler.is_compiling()
-        if is_watched or any(0 in one.shape for one in operands):
+        if is_watched or any(0 in operand.shape for operand in operands):
             return by_blocks(*operands)
         *arrays, g = operands
         with torch.enable_grad():
-            watched = [one.detach().requires_grad_() for one in arrays]
-            made = weigh(*watched)
-        return torch.autograd.grad(made, watched, g)
+            watched = [array.detach().requires_grad_() for array in arrays]
+            weighted = weigh(*watched)
+        return torch.autograd.grad(weighted, watched, g)
 
     return function
 
@@ -744,17 +749,21 @@ def _back_by_torch(kernel: Attention) -> Function:
 def _back_by_blocks(kernel: Attention) -> Function:
     def function(q: Any, k: Any, v: Any, g: Any) -> tuple[Any, ...]:
         groups = k.shape[-3]
-        made = kernel.back(
+        cotangents = kernel.back(
             grouped(q, groups), k[..., None, :, :], v[..., None, :, :], grouped(g, groups)
         )
-        return tuple(one.reshape(x.shape) for one, x in zip(made, (q, k, v), strict=True))
+        return tuple(
+            cotangent.reshape(x.shape) for cotangent, x in zip(cotangents, (q, k, v), strict=True)
+        )
 
     return function
 
 
 def _pull_attention_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
     """Pull back through the gradient by scores, if a traced function with it is differentiated."""
-    attend = _by_scores(**{one: step.attributes[one] for one in ("is_causal", "window", "scale")})
+    attend = _by_scores(
+        **{name: step.attributes[name] for name in ("is_causal", "window", "scale")}
+    )
 
     def pull_back(q: Any, k: Any, v: Any, g: Any) -> Any:
         return namespace.find("vjp")(attend, q, k, v)[1](g)

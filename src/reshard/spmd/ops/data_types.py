@@ -51,25 +51,25 @@ def astype(x: Any, dtype: object, /, *, copy: object = True, device: object = No
     Partial sums stay partial if the new type is exact: a float that is cast to a wider float.
     """
     check_device(device, x)
-    wanted = as_dtype(dtype)
+    target = as_dtype(dtype)
     # Equal element types are the same object.
-    if wanted is x.dtype:
+    if target is x.dtype:
         return x
-    kinds = (kind_of(x.dtype), kind_of(wanted))
+    kinds = (kind_of(x.dtype), kind_of(target))
     floats = ("real floating", "complex floating")
-    is_wider = kinds[0] in floats and kinds[1] in floats and _is_exact(x.dtype, wanted)
-    attributes: dict[str, Any] = {"dtype": wanted, "widening": is_wider}
+    is_wider = kinds[0] in floats and kinds[1] in floats and _is_exact(x.dtype, target)
+    attributes: dict[str, Any] = {"dtype": target, "widening": is_wider}
     return call("astype", (x,), attributes)
 
 
-def _is_exact(dtype: DType, wanted: DType) -> object:
+def _is_exact(dtype: DType, target: DType) -> object:
     # NumPy's can_cast does not know the narrow types that NumPy lacks. float32 represents all of
     # their numbers, so it stands in for them.
-    if dtype.itemsize_bytes < 4 <= wanted.itemsize_bytes:
+    if dtype.itemsize_bytes < 4 <= target.itemsize_bytes:
         return True
-    if wanted.itemsize_bytes <= dtype.itemsize_bytes:
+    if target.itemsize_bytes <= dtype.itemsize_bytes:
         return False
-    return np.can_cast(dtype.numpy, wanted.numpy)
+    return np.can_cast(dtype.numpy, target.numpy)
 
 
 def check_device(device: object, beside: Any = None) -> None:
@@ -113,25 +113,25 @@ def finfo(type: Any, /) -> FloatInfo:
     >>> finfo(float32).bits, finfo(complex128).dtype
     (32, DType('float64'))
     """
-    known = _read_type(type)
-    if kind_of(known) not in ("real floating", "complex floating"):
-        raise UsageError(f"finfo of {known}; a floating type was expected: iinfo is for {known}")
-    found = _read_limits(known)
+    dtype = _read_type(type)
+    if kind_of(dtype) not in ("real floating", "complex floating"):
+        raise UsageError(f"finfo of {dtype}; a floating type was expected: iinfo is for {dtype}")
+    limits = _read_limits(dtype)
     return FloatInfo(
-        int(found.bits),
-        float(found.eps),
-        float(found.max),
-        float(found.min),
-        float(found.smallest_normal),
-        as_dtype(found.dtype),
+        int(limits.bits),
+        float(limits.eps),
+        float(limits.max),
+        float(limits.min),
+        float(limits.smallest_normal),
+        as_dtype(limits.dtype),
     )
 
 
-def _read_limits(known: DType) -> Any:
+def _read_limits(dtype: DType) -> Any:
     # numpy.finfo does not support types of ml_dtypes, such as bfloat16.
-    if any(known in types for types in BY_KIND.values()):
-        return np.finfo(known.numpy)
-    return import_module("ml_dtypes").finfo(known.numpy)
+    if any(dtype in types for types in BY_KIND.values()):
+        return np.finfo(dtype.numpy)
+    return import_module("ml_dtypes").finfo(dtype.numpy)
 
 
 def iinfo(type: Any, /) -> IntegerInfo:
@@ -142,11 +142,11 @@ def iinfo(type: Any, /) -> IntegerInfo:
     >>> iinfo(int8)
     IntegerInfo(bits=8, max=127, min=-128, dtype=DType('int8'))
     """
-    known = _read_type(type)
-    if kind_of(known) not in ("signed integer", "unsigned integer"):
-        raise UsageError(f"iinfo of {known}; a type of whole numbers was expected")
-    found = np.iinfo(known.numpy)
-    return IntegerInfo(found.bits, int(found.max), int(found.min), known)
+    dtype = _read_type(type)
+    if kind_of(dtype) not in ("signed integer", "unsigned integer"):
+        raise UsageError(f"iinfo of {dtype}; a type of whole numbers was expected")
+    limits = np.iinfo(dtype.numpy)
+    return IntegerInfo(limits.bits, int(limits.max), int(limits.min), dtype)
 
 
 def isdtype(dtype: object, kind: Any) -> object:
@@ -155,15 +155,15 @@ def isdtype(dtype: object, kind: Any) -> object:
     Raises UsageError for an unknown kind.
     """
     if isinstance(kind, tuple):
-        return any(isdtype(dtype, one) for one in kind)
-    known = as_dtype(dtype)
+        return any(isdtype(dtype, option) for option in kind)
+    resolved = as_dtype(dtype)
     if isinstance(kind, str):
         if kind not in BY_KIND and kind not in _JOINED:
             raise UsageError(
                 f"unknown kind {kind!r}; it is one of {', '.join([*BY_KIND, *_JOINED])}"
             )
-        return kind_of(known) in _JOINED.get(kind, (kind,))
-    return known is as_dtype(kind)
+        return kind_of(resolved) in _JOINED.get(kind, (kind,))
+    return resolved is as_dtype(kind)
 
 
 def _is_number(value: Any) -> object:
@@ -174,13 +174,16 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
     """The type that operands of these types (arrays, types, numbers) promote to."""
     if not arrays_and_dtypes:
         raise UsageError("the type of nothing; give at least one array or type")
-    types = {_read_type(one) for one in arrays_and_dtypes if not _is_number(one)}
+    types = {_read_type(operand) for operand in arrays_and_dtypes if not _is_number(operand)}
     # A single type needs no promotion, which NumPy has for its own types only.
     if len(types) == 1 and not any(map(_is_number, arrays_and_dtypes)):
         return types.pop()
     # In NumPy's promotion, Python numbers take the arrays' type if it has their kind.
-    given = [one if _is_number(one) else stand_in(_read_type(one)) for one in arrays_and_dtypes]
-    return meant(as_dtype(np.result_type(*given)), list(types))
+    stand_ins = [
+        operand if _is_number(operand) else stand_in(_read_type(operand))
+        for operand in arrays_and_dtypes
+    ]
+    return meant(as_dtype(np.result_type(*stand_ins)), list(types))
 
 
 class NamespaceInfo:
@@ -217,10 +220,10 @@ class NamespaceInfo:
         """The types of a kind, or of several; all when None."""
         check_device(device)
         return {
-            one.name: one
+            dtype.name: dtype
             for types in BY_KIND.values()
-            for one in types
-            if kind is None or isdtype(one, kind)
+            for dtype in types
+            if kind is None or isdtype(dtype, kind)
         }
 
 
@@ -269,13 +272,13 @@ def in_wide_types(function: Function) -> Function:
 
     @wraps(function)
     def computed(*arrays: Any, **options: Any) -> Any:
-        given = operands(*arrays)
-        types = [one.type.dtype for one in given if isinstance(one, ArrayValue)]
-        floats = [one for one in types if kind_of(one) == "real floating"]
+        inputs = operands(*arrays)
+        types = [array.type.dtype for array in inputs if isinstance(array, ArrayValue)]
+        floats = [dtype for dtype in types if kind_of(dtype) == "real floating"]
         if not any(map(is_narrow, floats)):
             return function(*arrays, **options)
-        found = function(*map(_widen_sum, given), **options)
+        result = function(*map(_widen_sum, inputs), **options)
         (kind,) = promoted(floats, {}, "")
-        return astype(found, kind) if is_narrow(kind) else found
+        return astype(result, kind) if is_narrow(kind) else result
 
     return cast(Function, computed)

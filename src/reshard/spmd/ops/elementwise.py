@@ -56,35 +56,35 @@ def operands(*values: Any) -> list[Any]:
 
     If runners differ, arrays of NumPy shards in this process are converted to the other runner.
     """
-    arrays = [one for one in values if isinstance(one, ArrayValue)]
+    arrays = [value for value in values if isinstance(value, ArrayValue)]
     if not arrays:
         return list(values)
     first = arrays[0]
-    if any(one.runner is not first.runner for one in arrays):
-        first = next((one for one in arrays if one.runner.library.name != "numpy"), first)
-    found = []
+    if any(array.runner is not first.runner for array in arrays):
+        first = next((array for array in arrays if array.runner.library.name != "numpy"), first)
+    converted = []
     for value in values:
         if not isinstance(value, ArrayValue):
-            found.append(value if library_of(value) is None else whole(first, value))
+            converted.append(value if library_of(value) is None else whole(first, value))
         else:
-            found.append(value if value.runner is first.runner else _beside(first, value))
-    return found
+            converted.append(value if value.runner is first.runner else _beside(first, value))
+    return converted
 
 
-def _beside(first: ArrayValue, one: ArrayValue) -> ArrayValue:
+def _beside(first: ArrayValue, array: ArrayValue) -> ArrayValue:
     """Convert an array of NumPy shards to the runner of `first`; return other arrays unchanged."""
     runner = first.runner
-    if one.runner is not in_process("numpy") or runner.is_abstract:
-        return one
+    if array.runner is not in_process("numpy") or runner.is_abstract:
+        return array
     for recorder in recorders:
         # The copy is a new array, on which no gradient depends: recorders must know of the read.
-        recorder.record_read(one)
-    mesh = None if one.type.spec is None else one.type.spec.mesh
-    shards = dict(zip(one.runner.ranks(mesh), one._shards, strict=True))
+        recorder.record_read(array)
+    mesh = None if array.type.spec is None else array.type.spec.mesh
+    shards = dict(zip(array.runner.ranks(mesh), array._shards, strict=True))
     beside = next(iter(first._shards), None)
-    made = [runner.library.array(shards[rank], beside=beside) for rank in runner.ranks(mesh)]
-    found: ArrayValue = type(one).of_shards(one.type, tuple(made), runner)
-    return found
+    converted = [runner.library.array(shards[rank], beside=beside) for rank in runner.ranks(mesh)]
+    result: ArrayValue = type(array).of_shards(array.type, tuple(converted), runner)
+    return result
 
 
 def make_function(operator: Operator) -> Function:
@@ -99,21 +99,23 @@ def make_function(operator: Operator) -> Function:
         is_array = isinstance(x2, ArrayValue)
         if isinstance(x1, ArrayValue) and (not is_array or x1.runner is x2.runner):
             kind = x2.type if is_array else x2.__class__
-            found = x1.runner.calls.get((name, x1.type, kind))
-            if found is not None and not (found.factors or recorders.active):
-                return found.run(x1, x2)
+            compiled = x1.runner.calls.get((name, x1.type, kind))
+            if compiled is not None and not (compiled.factors or recorders.active):
+                return compiled.run(x1, x2)
         return call(name, operands(x1, x2))
 
     def variadic(*arrays: Any, **attributes: Any) -> Any:
         return call(name, operands(*arrays), attributes)
 
     shapes, attributes = operator.example or ((), {})
-    made: Any = variadic if attributes else {1: unary, 2: binary}.get(len(shapes), variadic)
-    made.__name__ = made.__qualname__ = name
-    made.__doc__ = operator.doc
+    implementation: Any = (
+        variadic if attributes else {1: unary, 2: binary}.get(len(shapes), variadic)
+    )
+    implementation.__name__ = implementation.__qualname__ = name
+    implementation.__doc__ = operator.doc
     if operator.family == "elementwise":
-        made.__doc__ += " Elementwise; operands broadcast, and may be Python numbers."
-    function: Function = made
+        implementation.__doc__ += " Elementwise; operands broadcast, and may be Python numbers."
+    function: Function = implementation
     return function
 
 
@@ -125,8 +127,8 @@ _LOG10 = math.log(10)
 def _expect_operands(least: int, most: int) -> Infer:
     def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
         if not least <= len(shapes) <= most:
-            wanted = least if least == most else f"{least} to {most}"
-            raise SpecError(f"{len(shapes)} operands; {wanted} were expected")
+            expected = least if least == most else f"{least} to {most}"
+            raise SpecError(f"{len(shapes)} operands; {expected} were expected")
         return elementwise_rule(shapes, **attributes)
 
     return infer
@@ -566,7 +568,7 @@ def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
     if min is None and max is None:
         # NumPy's `positive` does not take booleans.
         return call("positive", (x,)) if x.dtype.name != "bool" else x
-    bounds = [one for one in (min, max) if one is not None]
+    bounds = [bound for bound in (min, max) if bound is not None]
     options = {"bounds": ("min",) * (min is not None) + ("max",) * (max is not None)}
     return call("clip", (x, *bounds), None, options)
 
@@ -691,20 +693,20 @@ def writing(function: Function) -> Callable[..., Any] | None:
 @cache
 def _torch_writing() -> dict[Function, Callable[..., Any]]:
     torch, space = sys.modules["torch"], library("torch").namespace
-    found: dict[Function, Callable[..., Any]] = {}
+    writers: dict[Function, Callable[..., Any]] = {}
     for name in _TORCH_NAMES.split():
         function = getattr(space, name)
-        found[function] = partial(_write, function, function)
+        writers[function] = partial(_write, function, function)
     for name in _ATEN_NAMES.split():
         function = getattr(torch.nn.functional, name)
-        found[function] = partial(_write, function, getattr(torch.ops.aten, name).out)
-    return found
+        writers[function] = partial(_write, function, getattr(torch.ops.aten, name).out)
+    return writers
 
 
 def _write(function: Function, write: Callable[..., Any], *operands: Any, out: Any) -> Any:
     torch = sys.modules["torch"]
     is_recorded = torch.is_grad_enabled() and any(
-        getattr(one, "requires_grad", False) for one in operands
+        getattr(operand, "requires_grad", False) for operand in operands
     )
     # A subclass may define its own functions, and some functions do not accept a number with `out`.
     if is_recorded or type(out) is not torch.Tensor or not isinstance(operands[0], torch.Tensor):

@@ -21,11 +21,11 @@ from reshard.spmd.ops.movement import broadcast_to
 def full_like(x: Any, /, fill_value: Any, *, dtype: object = None, device: object = None) -> Any:
     """An array filled with a number, with the shape and sharding of another."""
     check_device(device, x)
-    wanted = x.dtype if dtype is None else as_dtype(dtype)
-    value = _make_scalar(x, fill_value, wanted)
+    target = x.dtype if dtype is None else as_dtype(dtype)
+    value = _make_scalar(x, fill_value, target)
     spec = x.type.spec
-    made = broadcast_to(value, x.shape)
-    return made if spec is None else made.shard(ShardingSpec(spec.mesh, spec.dim_specs))
+    filled = broadcast_to(value, x.shape)
+    return filled if spec is None else filled.shard(ShardingSpec(spec.mesh, spec.dim_specs))
 
 
 def _make_scalar(x: Any, value: Any, dtype: DType) -> Any:

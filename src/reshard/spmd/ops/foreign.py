@@ -81,17 +81,21 @@ def moveaxis_rule(
 ) -> Inferred:
     """Axes put elsewhere, the others kept in order."""
     rank = len(rules.one_operand("moveaxis", shapes))
-    given, wanted = (
+    sources, destinations = (
         [rules.axis_of(rank, axis) for axis in ([axes] if isinstance(axes, int) else axes)]
         for axes in (source, destination)
     )
-    if len(given) != len(wanted) or len({*given}) != len(given) or len({*wanted}) != len(wanted):
+    if (
+        len(sources) != len(destinations)
+        or len({*sources}) != len(sources)
+        or len({*destinations}) != len(destinations)
+    ):
         raise SpecError(
             f"moveaxis of {source} to {destination}; name as many places as axes, each once"
         )
-    order = [dim for dim in range(rank) if dim not in given]
+    order = [dim for dim in range(rank) if dim not in sources]
     # Axes are inserted in increasing order, so that no insertion shifts an earlier axis.
-    for place, dim in sorted(zip(wanted, given, strict=True)):
+    for place, dim in sorted(zip(destinations, sources, strict=True)):
         order.insert(place, dim)
     return movement.permute_dims_rule(shapes, order)
 
@@ -132,8 +136,8 @@ def broadcast_arrays_rule(shapes: Sequence[Shape]) -> Inferred:
     >>> print(broadcast_arrays_rule([(4, 1), (8,)]).rule)
     ([i, j], [k]) -> ([i, k], [i, k]) {i=4, j=1, k=8} need_replication={j}
     """
-    every = ", ".join(["..."] * len(shapes))
-    return rules.from_pattern(f"{every} -> {every}", shapes)
+    terms = ", ".join(["..."] * len(shapes))
+    return rules.from_pattern(f"{terms} -> {terms}", shapes)
 
 
 movement.register(
@@ -157,11 +161,11 @@ def stack_rule(shapes: Sequence[Shape], axis: int = 0) -> Inferred:
     movement._check_some("stack", shapes)
     if len(set(shapes)) > 1:
         raise SpecError(f"stack of {', '.join(map(str, shapes))}; one shape was expected")
-    made = range(len(shapes[0]) + 1)
-    place = rules.axis_of(len(made), axis)
-    others = [dim for dim in made if dim != place]
+    dims = range(len(shapes[0]) + 1)
+    place = rules.axis_of(len(dims), axis)
+    others = [dim for dim in dims if dim != place]
     sizes = {place: len(shapes)}
-    return rules.from_dims([others] * len(shapes), [made], shapes, sizes=sizes, whole=[place])
+    return rules.from_dims([others] * len(shapes), [dims], shapes, sizes=sizes, whole=[place])
 
 
 movement.register("stack", stack_rule, ([(4,), (4,)], {"axis": 1}), no_pullback=COMPOSED)
@@ -239,11 +243,11 @@ def tile_rule(shapes: Sequence[Shape], repetitions: Sequence[int]) -> Inferred:
     """
     shape = rules.one_operand("tile", shapes)
     # Shapes and repetitions are aligned at the end: dimensions are counted from there.
-    made = range(-max(len(shape), len(repetitions)), 0)
-    times = {f"times {dim}": repetitions[dim] if -dim <= len(repetitions) else 1 for dim in made}
+    dims = range(-max(len(shape), len(repetitions)), 0)
+    times = {f"times {dim}": repetitions[dim] if -dim <= len(repetitions) else 1 for dim in dims}
     result = [
         (*([name] if count != 1 or -dim > len(shape) else []), *([dim] * (-dim <= len(shape))))
-        for dim, (name, count) in zip(made, times.items(), strict=True)
+        for dim, (name, count) in zip(dims, times.items(), strict=True)
     ]
     return rules.from_dims([range(-len(shape), 0)], [result], [shape], sizes=times)
 
@@ -285,10 +289,10 @@ def repeat_rule(
     total = sum(counts)
     if place is None:
         return Inferred(rules.replicated_rule(shapes, [(total,)]), ((total,),))
-    made = ["total" if dim == place else dim for dim in dims]
+    repeated = ["total" if dim == place else dim for dim in dims]
     order = [*dims[: place + 1], "total"]
     sizes = {"total": total}
-    return rules.from_dims([dims], [made], [shape], order=order, sizes=sizes, whole=["total"])
+    return rules.from_dims([dims], [repeated], [shape], order=order, sizes=sizes, whole=["total"])
 
 
 movement.register(

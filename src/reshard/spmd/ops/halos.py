@@ -107,15 +107,15 @@ def find_reaches(
     dilation: Sequence[int] | None = None,
 ) -> tuple[WindowReach, ...]:
     """Return the windows over each dimension."""
-    found = []
+    reaches = []
     gaps = dilation or (1,) * len(window)
     for size, wide, step, gap, (before, after) in zip(
         sizes, window, strides, gaps, padding, strict=True
     ):
         extent = gap * (wide - 1) + 1
         count = max((size + before + after - extent) // step + 1, 0)
-        found.append(WindowReach(size, count, step, extent, before))
-    return tuple(found)
+        reaches.append(WindowReach(size, count, step, extent, before))
+    return tuple(reaches)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def find_edges(
 def whole_edges(reaches: Sequence[WindowReach]) -> Edges:
     """Return the edges for a rank that has all elements and computes all windows."""
     return find_edges(
-        reaches, [(0, one.count) for one in reaches], [(0, one.size) for one in reaches]
+        reaches, [(0, reach.count) for reach in reaches], [(0, reach.size) for reach in reaches]
     )
 
 
@@ -234,7 +234,7 @@ def place_largest_gradient(
         mesh = of_windows.mesh
         seeing = _find_seeing(cut, mesh, reach)
         seen = cut_by_windows(cut, mesh, reach.size, reach.size, reach.beside)
-        of_windows, largest = (with_cut(one, dim, seeing) for one in (of_windows, largest))
+        of_windows, largest = (with_cut(spec, dim, seeing) for spec in (of_windows, largest))
         elements = with_cut(elements, dim, seen)
         results = (with_cut(results[0], dim, cut), *results[1:])
     return (of_windows, largest, elements), results
@@ -280,8 +280,8 @@ def find_cuts(
     """
     if any(0 in shape for shape in shapes) or any(reach.count == 0 for reach in reaches):
         return {}
-    own = math.prod(shapes[number])
-    found = {}
+    size = math.prod(shapes[number])
+    cuts = {}
     for dim, reach in enumerate(reaches, lead):
         cut = specs[number].dim_specs[dim]
         is_plain = all(level.rule.is_default for level in cut.levels)
@@ -290,11 +290,11 @@ def find_cuts(
             continue
         names = _names(cut)
         if not any(
-            other != number and math.prod(shape) > own and _uses(spec, names)
+            other != number and math.prod(shape) > size and _uses(spec, names)
             for other, (spec, shape) in enumerate(zip(specs, shapes, strict=True))
         ):
-            found[dim] = DimSpec(cut.axes)
-    return found
+            cuts[dim] = DimSpec(cut.axes)
+    return cuts
 
 
 def _names(cut: DimSpec) -> set[str]:

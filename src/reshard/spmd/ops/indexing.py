@@ -93,8 +93,8 @@ def _take_kernel(work: LocalWork) -> Function | list[Function]:
 
     def whole(x: Any, indices: Any) -> Any:
         # The array API defines `take` for indices of one dimension only.
-        found = look_up(x, indices.reshape(-1), axis=axis)
-        return found.reshape(x.shape[:axis] + indices.shape + x.shape[axis + 1 :])
+        rows = look_up(x, indices.reshape(-1), axis=axis)
+        return rows.reshape(x.shape[:axis] + indices.shape + x.shape[axis + 1 :])
 
     return _look_up_own_rows(work, whole, axis)
 
@@ -121,11 +121,11 @@ def _look_up_own_rows(
             return library.linked(library.filled(rest if shape is None else shape, 0, x), x)
         # Indices of other ranks' rows look up the first row, which is then replaced by 0. Zeros are
         # made from the indices, for their type and device.
-        found = whole(x, space.where(own, indices - start, 0 * indices))
+        rows = whole(x, space.where(own, indices - start, 0 * indices))
         if not is_along:
             # Reshaped to broadcast over the dimensions around the axis, as in the result.
             own = own.reshape((1,) * axis + own.shape + (1,) * (x.ndim - axis - 1))
-        return space.where(own, found, library.filled((), 0, x))
+        return space.where(own, rows, library.filled((), 0, x))
 
     # Each rank has its own function, because its part has another offset.
     starts = work.starts_here(0, axis)
@@ -174,11 +174,11 @@ def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
             "as many dimensions"
         )
     shape = movement.broadcast_shapes(
-        *((*given[:place], *given[place + 1 :]) for given in (x.shape, chosen.shape))
+        *((*sizes[:place], *sizes[place + 1 :]) for sizes in (x.shape, chosen.shape))
     )
     x, chosen = (
-        movement.broadcast_to(one, (*shape[:place], one.shape[place], *shape[place:]))
-        for one in (x, chosen)
+        movement.broadcast_to(array, (*shape[:place], array.shape[place], *shape[place:]))
+        for array in (x, chosen)
     )
     return call("take_along_axis", (x, chosen), {"axis": place})
 
@@ -226,16 +226,16 @@ def add_along(x: Any, indices: Any, g: Any, axis: int) -> Any:
         chosen = e.equal(
             movement.expand_dims(places, axis=1), movement.expand_dims(indices, axis=-2)
         )
-        found = sum_over(where(chosen, movement.expand_dims(g, axis=-2), 0.0), axis=-1)
-        return movement.moveaxis(found, -1, axis)
+        updated = sum_over(where(chosen, movement.expand_dims(g, axis=-2), 0.0), axis=-1)
+        return movement.moveaxis(updated, -1, axis)
     # All positions are flattened, so that each element has its own index.
     lead = g.shape[:-1]
     rows = int(np.prod(lead, dtype=np.int64))
     first = whole(x, np.arange(rows).reshape((*lead, 1)) * size)
     at = movement.reshape(movement.broadcast_to(indices, g.shape) + first, (-1,))
     line = movement.reshape(zeros_like(movement.moveaxis(x, axis, -1)), (-1,))
-    found = _add_at(line, at, movement.reshape(g, (-1,)), 0)
-    return movement.moveaxis(movement.reshape(found, (*lead, size)), -1, axis)
+    updated = _add_at(line, at, movement.reshape(g, (-1,)), 0)
+    return movement.moveaxis(movement.reshape(updated, (*lead, size)), -1, axis)
 
 
 _FEW = 16
@@ -265,10 +265,10 @@ def places_in(x: Any, axis: int, indices: Any) -> list[Any]:
     if isinstance(indices, np.ndarray) and indices.dtype.kind in "iu":
         _check_known(indices, size)
         # Narrow integers could wrap around when the size is added.
-        found = indices.astype(np.int64)
-        return operands(x, np.where(found < 0, found + size, found))
-    x, found = operands(x, indices)
-    return [x, _count_from_start(found, size)]
+        positions = indices.astype(np.int64)
+        return operands(x, np.where(positions < 0, positions + size, positions))
+    x, positions = operands(x, indices)
+    return [x, _count_from_start(positions, size)]
 
 
 def _check_known(indices: Any, size: int) -> None:
@@ -306,13 +306,13 @@ def _checked_index_kernel(work: LocalWork) -> Function:
 
     def count_from_start(indices: Any) -> Any:
         # Narrow integers could wrap around when the size is added.
-        found = space.asarray(indices, dtype=space.int64)
-        if 0 in found.shape:
-            return found
-        for end in (int(space.min(found)), int(space.max(found))):
+        positions = space.asarray(indices, dtype=space.int64)
+        if 0 in positions.shape:
+            return positions
+        for end in (int(space.min(positions)), int(space.max(positions))):
             if not least <= end < size:
                 raise index_out_of_range(end, size)
-        return space.where(found < 0, found + size, found)
+        return space.where(positions < 0, positions + size, positions)
 
     return count_from_start
 
@@ -342,7 +342,7 @@ def getitem(x: Any, key: Any) -> Any:
         ArrayIndexError: an index that is out of range, too many indices, or an invalid slice.
         ShardError: a key of a kind that sharded arrays do not support.
     """
-    items = [_read_item(one) for one in (key if isinstance(key, tuple) else (key,))]
+    items = [_read_item(item) for item in (key if isinstance(key, tuple) else (key,))]
     if len(items) == 1 and _is_mask(items[0]):
         return _take_masked(x, items[0])
     if any(_is_mask(item) for item in items):
@@ -399,14 +399,14 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
         dim += 1
     # 3. Execute a separate operation for each kind of change that is needed.
     # Ranges and reversals count the array's dimensions; new ones are counted after the removal.
-    found = movement.take_ranges(x, cuts)
+    result = movement.take_ranges(x, cuts)
     if turned:
-        found = movement.flip(found, axis=tuple(turned))
+        result = movement.flip(result, axis=tuple(turned))
     if gone:
-        found = movement.squeeze(found, tuple(gone))
+        result = movement.squeeze(result, tuple(gone))
     for place in added:
-        found = movement.expand_dims(found, axis=place)
-    return found
+        result = movement.expand_dims(result, axis=place)
+    return result
 
 
 def _refuse_indices(x: Any, count: int) -> ArrayIndexError:
@@ -464,14 +464,14 @@ def _is_mask(item: Any) -> bool:
 
 
 def _take_masked(x: Any, mask: Any) -> Any:
-    given = tuple(mask.shape)
-    fits = len(given) <= x.ndim and all(
-        one in (size, 0) for one, size in zip(given, x.shape, strict=False)
+    mask_shape = tuple(mask.shape)
+    fits = len(mask_shape) <= x.ndim and all(
+        length in (size, 0) for length, size in zip(mask_shape, x.shape, strict=False)
     )
     if not fits:
         raise ArrayIndexError(
-            f"a mask of shape {list(given)} for shape {list(x.shape)}; give one of its leading "
-            "dimensions"
+            f"a mask of shape {list(mask_shape)} for shape {list(x.shape)}; give one of its "
+            "leading dimensions"
         )
     dense = x.to_dense()
     chosen = (
@@ -485,11 +485,11 @@ def _take_masked(x: Any, mask: Any) -> Any:
 def _take_between(x: Any, items: list[Any], place: int) -> Any:
     """Index by an integer array and slices, `...` and None; its dimensions replace the indexed."""
     others = [slice(None) if n == place else item for n, item in enumerate(items)]
-    found = _take_basic(x, others)
+    sliced = _take_basic(x, others)
     # If `...` comes before the array, its axis is counted from the end.
     ahead = items[:place]
-    axis = len(ahead) if Ellipsis not in ahead else found.ndim - (len(items) - place)
-    return take(found, items[place], axis=axis)
+    axis = len(ahead) if Ellipsis not in ahead else sliced.ndim - (len(items) - place)
+    return take(sliced, items[place], axis=axis)
 
 
 def _gather(x: Any, items: list[Any]) -> Any:
@@ -548,7 +548,9 @@ def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str =
 
 def _check_fits(name: str, x: Any, updates: Any) -> None:
     """Raise UsageError for updates that would be rounded, such as 0.5 in an integer array."""
-    kinds = [_KINDS.index(kind_of(one.dtype)) for one in (x, updates) if hasattr(one, "dtype")]
+    kinds = [
+        _KINDS.index(kind_of(array.dtype)) for array in (x, updates) if hasattr(array, "dtype")
+    ]
     if len(kinds) == 2 and kinds[1] > kinds[0]:
         raise UsageError(
             f"{name} of updates of {updates.dtype} into {x.dtype} would round them; cast one of "
@@ -592,24 +594,24 @@ def _scatter_kernel(work: LocalWork) -> Function | list[Function]:
 
     def function(x: Any, indices: Any, updates: Any, start: int = 0) -> Any:
         # The axis is moved to the front, and so are the indices' dimensions of the updates.
-        made = space.moveaxis(library.copied(x), axis, 0)
+        result = space.moveaxis(library.copied(x), axis, 0)
         count = len(indices.shape)
         order = [*range(axis, axis + count), *range(axis)]
         order += range(axis + count, len(updates.shape))
         values = space.permute_dims(updates, tuple(order))
         flat = indices.reshape(-1)
-        values = values.reshape((flat.shape[0], *made.shape[1:]))
+        values = values.reshape((flat.shape[0], *result.shape[1:]))
         if is_cut:
-            own = (flat >= start) & (flat < start + made.shape[0])
+            own = (flat >= start) & (flat < start + result.shape[0])
             flat, values = flat[own] - start, values[own]
         if mode == "set":
-            made[flat] = values
+            result[flat] = values
         # `made[flat] += values` would add a single update of those at equal indices.
         elif library.name == "numpy":
-            space.add.at(made, flat, values)
+            space.add.at(result, flat, values)
         else:
-            made.index_put_((flat,), values, accumulate=True)
-        return space.moveaxis(made, 0, axis)
+            result.index_put_((flat,), values, accumulate=True)
+        return space.moveaxis(result, 0, axis)
 
     if not is_cut:
         return function
@@ -625,7 +627,7 @@ def _pull_scatter(step: TapeStep, g: Any, number: int) -> Any:
         return g if number == 0 else call("take", (g, indices), {"axis": axis})
     if number == 0:
         return call("scatter", (g, indices, zeros_like(updates)), {"axis": axis, "mode": "set"})
-    found = call("take", (g, indices), {"axis": axis})
+    taken = call("take", (g, indices), {"axis": axis})
     # A single update of those at equal indices was set. The same scatter of numbers shows which.
     flat = movement.reshape(indices, (-1,))
     numbers = whole(x, np.arange(flat.shape[0]))
@@ -633,7 +635,7 @@ def _pull_scatter(step: TapeStep, g: Any, number: int) -> Any:
     marked = call("scatter", (marks, flat, numbers), {"axis": 0, "mode": "set"})
     was_set = e.equal(call("take", (marked, flat), {"axis": 0}), numbers)
     trailing = (1,) * (updates.ndim - axis - indices.ndim)
-    return where(movement.reshape(was_set, indices.shape + trailing), found, 0.0)
+    return where(movement.reshape(was_set, indices.shape + trailing), taken, 0.0)
 
 
 register(
@@ -656,16 +658,16 @@ register(
 @of_arrays
 def dynamic_slice(x: Any, starts: Sequence[Any], /, sizes: Sequence[int]) -> Any:
     """Take a slice of fixed size that starts at scalars, which are clamped to stay inside."""
-    wanted = whole_numbers("sizes", sizes, x.ndim)
-    return call("dynamic_slice", _add_starts([x], starts), {"sizes": wanted})
+    lengths = whole_numbers("sizes", sizes, x.ndim)
+    return call("dynamic_slice", _add_starts([x], starts), {"sizes": lengths})
 
 
 def _add_starts(arrays: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
     """Return the operands. Raises UsageError if the starts of a rectangle are not integers."""
     if not isinstance(starts, Iterable) or getattr(starts, "shape", None) == ():
         raise UsageError(f"a rectangle that begins at {starts!r}; give a start for each dimension")
-    given = operands(*arrays, *starts)
-    for start in given[len(arrays) :]:
+    inputs = operands(*arrays, *starts)
+    for start in inputs[len(arrays) :]:
         kind = kind_of(start.type.dtype) if isinstance(start, ArrayValue) else ""
         is_number = isinstance(start, int) or kind in ("signed integer", "unsigned integer")
         if not is_number or getattr(start, "shape", ()) != ():
@@ -673,7 +675,7 @@ def _add_starts(arrays: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
                 f"a rectangle that begins at {start!r}; give a whole number, or an array of one "
                 "without dimensions, for each dimension"
             )
-    return given
+    return inputs
 
 
 def dynamic_slice_rule(shapes: Sequence[Shape], sizes: Sequence[int]) -> Inferred:
@@ -702,8 +704,8 @@ def _dynamic_slice_kernel(work: LocalWork) -> Function:
 
 
 def _operand_shape(work: LocalWork, number: int) -> tuple[int, ...]:
-    one = work.operands[number]
-    return () if one is None else one.shape
+    operand = work.operands[number]
+    return () if operand is None else operand.shape
 
 
 def _find_window(
@@ -822,8 +824,8 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
     place = rules.axis_of(indices.ndim + 1, axis)
     shape = [num_classes if dim == place else 1 for dim in range(indices.ndim + 1)]
     classes = whole(indices, np.arange(num_classes).reshape(shape))
-    found = elementwise.equal(movement.expand_dims(indices, axis=place), classes)
-    return data_types.astype(found, data_types.float32 if dtype is None else dtype)
+    encoded = elementwise.equal(movement.expand_dims(indices, axis=place), classes)
+    return data_types.astype(encoded, data_types.float32 if dtype is None else dtype)
 
 
 # ---- searchsorted

@@ -105,14 +105,14 @@ class SVDResult(NamedTuple):
 def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     """The cross product of vectors of three elements."""
     x1, x2 = operands(x1, x2)
-    for one in (x1, x2):
-        rules.axis_of(one.ndim, axis)
+    for array in (x1, x2):
+        rules.axis_of(array.ndim, axis)
     if x1.shape[axis] != 3 or x2.shape[axis] != 3:
         raise SpecError(f"cross of shapes {list(x1.shape)}, {list(x2.shape)}: axis {axis} is not 3")
     # a x b = (a1 b2 - a2 b1, ...): component i is a[i + 1] b[i + 2] - a[i + 2] b[i + 1].
-    one = elementwise.multiply(movement.roll(x1, -1, axis=axis), movement.roll(x2, -2, axis=axis))
+    left = elementwise.multiply(movement.roll(x1, -1, axis=axis), movement.roll(x2, -2, axis=axis))
     other = elementwise.multiply(movement.roll(x1, -2, axis=axis), movement.roll(x2, -1, axis=axis))
-    return elementwise.subtract(one, other)
+    return elementwise.subtract(left, other)
 
 
 # ---- diagonal
@@ -165,12 +165,12 @@ def matrix_rule(trailing: Trailing, *, square: bool = False) -> Infer:
         *lead, rows, columns = range(len(shape))
         tails = trailing(*shape[-2:], **attributes)
         # The operand's rows and columns and the trailing dimensions of results share no factors.
-        made = [[f"{n} {dim}" for dim in range(len(tail))] for n, tail in enumerate(tails)]
-        whole = [rows, columns, *itertools.chain(*made)]
+        tail_dims = [[f"{n} {dim}" for dim in range(len(tail))] for n, tail in enumerate(tails)]
+        whole = [rows, columns, *itertools.chain(*tail_dims)]
         results = [shape[:-2] + tail for tail in tails]
-        every = [[*lead, *own] for own in made]
+        outputs = [[*lead, *dims] for dims in tail_dims]
         return rules.from_dims(
-            [range(len(shape))], every, shapes, results, order=range(len(shape)), whole=whole
+            [range(len(shape))], outputs, shapes, results, order=range(len(shape)), whole=whole
         )
 
     return infer
@@ -224,8 +224,8 @@ def trace(x: Any, /, *, offset: int = 0, dtype: object = None) -> Any:
 @of_arrays
 def cholesky(x: Any, /, *, upper: bool = False) -> Any:
     """The Cholesky factor of positive definite matrices."""
-    found = call("cholesky", (_check_matrices(x, "cholesky"),))
-    return elementwise.conj(matrix_transpose(found)) if upper else found
+    factor = call("cholesky", (_check_matrices(x, "cholesky"),))
+    return elementwise.conj(matrix_transpose(factor)) if upper else factor
 
 
 def register_factorisation(
@@ -283,8 +283,8 @@ def _pull_cholesky(step: TapeStep, g: Any, number: int) -> Any:
     inner = _halve_diagonal(matmul(_t(root), g))
     back = solve(_t(root), inner)
     # L^-T inner L^-1: a solve from the left, then a solve from the right.
-    found = _t(solve(_t(root), _t(back)))
-    return (found + _t(found)) * 0.5
+    cotangent = _t(solve(_t(root), _t(back)))
+    return (cotangent + _t(cotangent)) * 0.5
 
 
 def _halve_diagonal(x: Any) -> Any:
@@ -341,9 +341,9 @@ def _pull_eigh(step: TapeStep, g: Any, number: int) -> Any:
     size = values.shape[-1]
     inner = _invert_differences(values) * matmul(_t(vectors), of_vectors)
     inner = inner + _spread_diagonal(of_values, size, size)
-    found = matmul(matmul(vectors, inner), _t(vectors))
+    cotangent = matmul(matmul(vectors, inner), _t(vectors))
     # The factorization reads only one triangle, so the cotangent is symmetrized.
-    return (found + _t(found)) * 0.5
+    return (cotangent + _t(cotangent)) * 0.5
 
 
 def _invert_differences(values: Any) -> Any:
@@ -415,8 +415,10 @@ def pinv(x: Any, /, *, rtol: float | None = None) -> Any:
     u, s, vh = svd(_check_matrices(x, "pinv", False), full_matrices=False)
     cutoff = _find_cutoff(x, s, rtol)
     # Small values are replaced before the division, which would warn of 0.
-    kept = elementwise.greater(s, cutoff)
-    inverse = elementwise.where(kept, elementwise.divide(1.0, elementwise.where(kept, s, 1.0)), 0.0)
+    is_large = elementwise.greater(s, cutoff)
+    inverse = elementwise.where(
+        is_large, elementwise.divide(1.0, elementwise.where(is_large, s, 1.0)), 0.0
+    )
     v = elementwise.conj(matrix_transpose(vh))
     scaled = elementwise.multiply(v, movement.expand_dims(inverse, axis=-2))
     return matmul(scaled, elementwise.conj(matrix_transpose(u)))
@@ -578,8 +580,10 @@ def triangular_solve(x1: Any, x2: Any, /, *, lower: bool = True) -> Any:
 @of_arrays
 def svd(x: Any, /, *, full_matrices: bool = True) -> SVDResult:
     """The singular value decomposition."""
-    found = call("svd", (_check_matrices(x, "svd", False),), {"full_matrices": bool(full_matrices)})
-    return SVDResult(*found)
+    factors = call(
+        "svd", (_check_matrices(x, "svd", False),), {"full_matrices": bool(full_matrices)}
+    )
+    return SVDResult(*factors)
 
 
 def _svd_shapes(rows: int, columns: int, full_matrices: bool = True) -> tuple[Shape, ...]:
@@ -606,15 +610,15 @@ def _pull_svd(step: TapeStep, g: Any, number: int) -> Any:
     right = f * (matmul(_t(v), of_v) - matmul(_t(of_v), v))
     across, down = movement.expand_dims(s, axis=-2), movement.expand_dims(s, axis=-1)
     inner = left * across + down * right + _spread_diagonal(of_s, size, size)
-    found = matmul(matmul(u, inner), vh)
+    cotangent = matmul(matmul(u, inner), vh)
     # The components of the vectors' cotangents outside the space that the vectors span.
     if rows > size:
         outside = of_u - matmul(u, matmul(_t(u), of_u))
-        found = found + matmul(outside / across, vh)
+        cotangent = cotangent + matmul(outside / across, vh)
     if columns > size:
         outside = of_v - matmul(v, matmul(_t(v), of_v))
-        found = found + matmul(u / across, _t(outside))
-    return found
+        cotangent = cotangent + matmul(u / across, _t(outside))
+    return cotangent
 
 
 register_factorisation(
@@ -668,13 +672,13 @@ def matrix_power(x: Any, n: int, /) -> Any:
         return matrix_power(inv(x), -n)
     if n == 0:
         return movement.broadcast_to(whole(x, np.eye(x.shape[-1], dtype=x.dtype.numpy)), x.shape)
-    found = x
+    power = x
     # Squares, from the second binary digit on; a digit of 1 multiplies once more.
     for digit in bin(n)[3:]:
-        found = matmul(found, found)
+        power = matmul(power, power)
         if digit == "1":
-            found = matmul(found, x)
-    return found
+            power = matmul(power, x)
+    return power
 
 
 @of_arrays
@@ -689,16 +693,16 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
         rows_last = ord in (math.inf, -math.inf)
         sums = reductions.sum(elementwise.abs(x), axis=-1 if rows_last else -2, keepdims=True)
         choose = reductions.max if ord > 0 else reductions.min
-        found = choose(sums, axis=(-2, -1), keepdims=keepdims)
+        norms = choose(sums, axis=(-2, -1), keepdims=keepdims)
     elif ord in (2, -2, "nuc"):
         s = svdvals(x)
         choose = {2: reductions.max, -2: reductions.min, "nuc": reductions.sum}[ord]
-        found = choose(s, axis=-1)
+        norms = choose(s, axis=-1)
         if keepdims:
-            found = movement.reshape(found, (*found.shape, 1, 1))
+            norms = movement.reshape(norms, (*norms.shape, 1, 1))
     else:
         raise UsageError(f"matrix_norm of order {ord!r}; it is 'fro', 'nuc', 1, 2, inf or -these")
-    return found
+    return norms
 
 
 @of_arrays

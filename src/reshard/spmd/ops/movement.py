@@ -44,12 +44,12 @@ def read_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     """Return axes counted from the start, in their order. Raises SpecError for a missing axis."""
     asked = tuple(axis) if isinstance(axis, Iterable) else (axis,)
     try:
-        given = tuple(map(index, asked))
+        axes = tuple(map(index, asked))
     except TypeError:
         raise SpecError(f"axes {asked} of {ndim} dimensions; name them by whole numbers") from None
-    if any(not -ndim <= one < ndim for one in given):
-        raise SpecError(f"axes {given} of {ndim} dimensions; give some of {-ndim} to {ndim - 1}")
-    return tuple(one % ndim for one in given)
+    if any(not -ndim <= dim < ndim for dim in axes):
+        raise SpecError(f"axes {axes} of {ndim} dimensions; give some of {-ndim} to {ndim - 1}")
+    return tuple(dim % ndim for dim in axes)
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
@@ -70,8 +70,8 @@ def _read_sizes(shape: int | Sequence[int]) -> list[int]:
 @of_arrays
 def broadcast_to(x: Any, /, shape: Sequence[int]) -> Any:
     """Broadcast the array to a shape."""
-    wanted = tuple(_read_sizes(shape))
-    return x if wanted == x.shape else call("broadcast_to", (x,), {"shape": wanted})
+    sizes = tuple(_read_sizes(shape))
+    return x if sizes == x.shape else call("broadcast_to", (x,), {"shape": sizes})
 
 
 register = partial(
@@ -86,8 +86,8 @@ register = partial(
 
 def broadcast_to_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
     """Infer NumPy's broadcast to a shape."""
-    given = rules.one_operand("broadcast_to", shapes)
-    return _infer_by_template(broadcast_with_shapes_template(given, tuple(shape)), given)
+    operand = rules.one_operand("broadcast_to", shapes)
+    return _infer_by_template(broadcast_with_shapes_template(operand, tuple(shape)), operand)
 
 
 def _infer_by_template(template: Template, shape: Shape) -> Inferred:
@@ -120,8 +120,8 @@ register(
 @of_arrays
 def broadcast_arrays(*arrays: Any) -> list[Any]:
     """Broadcast arrays to their common shape."""
-    shape = broadcast_shapes(*(one.shape for one in arrays))
-    return [broadcast_to(one, shape) for one in arrays]
+    shape = broadcast_shapes(*(array.shape for array in arrays))
+    return [broadcast_to(array, shape) for array in arrays]
 
 
 # ---- expand_dims
@@ -149,11 +149,11 @@ def expand_dims_rule(shapes: Sequence[Shape], axis: Axes = 0) -> Inferred:
     ([i, k]) -> ([i, j, k]) {i=4, j=1, k=8}
     """
     shape = rules.one_operand("expand_dims", shapes)
-    given = [axis] if isinstance(axis, int) else list(axis or ())
-    added = dimensions(len(shape) + len(given), given)
-    made = range(len(shape) + len(added))
+    positions = [axis] if isinstance(axis, int) else list(axis or ())
+    added = dimensions(len(shape) + len(positions), positions)
+    dims = range(len(shape) + len(added))
     return rules.from_dims(
-        [[dim for dim in made if dim not in added]], [made], [shape], sizes=dict.fromkeys(added, 1)
+        [[dim for dim in dims if dim not in added]], [dims], [shape], sizes=dict.fromkeys(added, 1)
     )
 
 
@@ -180,7 +180,7 @@ register(
 def squeeze(x: Any, /, axis: Axis) -> Any:
     """Remove dimensions of size 1. Raises SpecError for a dimension of another size."""
     axes = read_axes(axis, x.ndim)
-    if any(x.shape[one] != 1 for one in axes):
+    if any(x.shape[dim] != 1 for dim in axes):
         raise SpecError(f"squeeze of axes {axes} of shape {list(x.shape)}; they must have size 1")
     return call("squeeze", (x,), {"axis": tuple(sorted(axes))}) if axes else x
 
@@ -223,8 +223,8 @@ def permute_dims(x: Any, /, axes: Sequence[int]) -> Any:
 def permute_dims_rule(shapes: Sequence[Shape], axes: Sequence[int] | None = None) -> Inferred:
     """Infer a result whose dimension `d` is the operand's `axes[d]`; reversed when not given."""
     shape = rules.one_operand("permute_dims", shapes)
-    given = range(len(shape))[::-1] if axes is None else axes
-    return _infer_by_template(transpose_template(len(shape), tuple(given)), shape)
+    permutation = range(len(shape))[::-1] if axes is None else axes
+    return _infer_by_template(transpose_template(len(shape), tuple(permutation)), shape)
 
 
 def _permute_back(step: TapeStep, g: Any, number: int) -> Any:
@@ -271,20 +271,20 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) 
 
     Raises SpecError for another number of elements.
     """
-    wanted = _read_sizes(shape)
-    if wanted.count(-1) == 1:
-        rest = math.prod(size for size in wanted if size != -1)
+    sizes = _read_sizes(shape)
+    if sizes.count(-1) == 1:
+        rest = math.prod(size for size in sizes if size != -1)
         if not rest:
             raise SpecError(
                 f"shape {shape} with a size -1 beside a 0: any size fits there; say which"
             )
-        wanted[wanted.index(-1)] = math.prod(x.shape) // rest
-    if math.prod(wanted) != math.prod(x.shape) or min(wanted, default=0) < 0:
+        sizes[sizes.index(-1)] = math.prod(x.shape) // rest
+    if math.prod(sizes) != math.prod(x.shape) or min(sizes, default=0) < 0:
         raise SpecError(
             f"{math.prod(x.shape)} elements of shape {list(x.shape)} do not make {shape}; "
             "give sizes of that product"
         )
-    return x if tuple(wanted) == x.shape else call("reshape", (x,), {"shape": tuple(wanted)})
+    return x if tuple(sizes) == x.shape else call("reshape", (x,), {"shape": tuple(sizes)})
 
 
 def reshape_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
@@ -293,15 +293,15 @@ def reshape_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
     >>> print(reshape_rule([(4, 6)], shape=(2, -1)).rule)
     ([ij, k]) -> ([i, jk]) {i=2, j=2, k=6}
     """
-    given = rules.one_operand("reshape", shapes)
-    wanted = tuple(shape)
-    if wanted.count(-1) == 1:
-        others = math.prod(size for size in wanted if size != -1)
-        if others == 0 or math.prod(given) % others:
-            raise SpecError(f"shape {given} cannot be reshaped to {wanted}: -1 has no one size")
+    source = rules.one_operand("reshape", shapes)
+    target = tuple(shape)
+    if target.count(-1) == 1:
+        others = math.prod(size for size in target if size != -1)
+        if others == 0 or math.prod(source) % others:
+            raise SpecError(f"shape {source} cannot be reshaped to {target}: -1 has no one size")
         # -1 stands for what the other sizes leave.
-        wanted = tuple(math.prod(given) // others if size == -1 else size for size in wanted)
-    return _infer_by_template(reshape_template(given, wanted), given)
+        target = tuple(math.prod(source) // others if size == -1 else size for size in target)
+    return _infer_by_template(reshape_template(source, target), source)
 
 
 register(
@@ -370,7 +370,7 @@ def roll_rule(shapes: Sequence[Shape], shift: int | Sequence[int], axis: Axes = 
     shape = rules.one_operand("roll", shapes)
     named = [axis] if isinstance(axis, int) else axis
     moved = (
-        range(len(shape)) if named is None else {rules.axis_of(len(shape), one) for one in named}
+        range(len(shape)) if named is None else {rules.axis_of(len(shape), dim) for dim in named}
     )
     return rules.kept(shape, moved=list(moved))
 
@@ -389,28 +389,28 @@ register("roll", roll_rule, (_ROWS, {"shift": 1, "axis": 1}), pullback=_roll_bac
 @of_arrays
 def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
     """Concatenate arrays along an axis; they are flattened first if it is None."""
-    made = _promote(arrays)
+    promoted = _promote(arrays)
     if axis is None:
         # Arrays are flattened separately, so that each keeps its sharding if possible.
-        made, axis = [reshape(one, (-1,)) for one in made], 0
-    return call("concat", made, {"axis": rules.axis_of(made[0].ndim, axis)})
+        promoted, axis = [reshape(array, (-1,)) for array in promoted], 0
+    return call("concat", promoted, {"axis": rules.axis_of(promoted[0].ndim, axis)})
 
 
 def _promote(arrays: Sequence[Any]) -> list[Any]:
     if not isinstance(arrays, Iterable) or getattr(arrays, "shape", None) == ():
         raise SpecError(f"{arrays!r}, a {type(arrays).__name__}, to put together; give arrays")
-    given = list(arrays)
-    if not given:
+    values = list(arrays)
+    if not values:
         raise SpecError("no arrays to put together; give at least one")
-    made = operands(*given)
-    for one in made:
-        if not isinstance(one, ArrayValue):
+    converted = operands(*values)
+    for array in converted:
+        if not isinstance(array, ArrayValue):
             raise UsageError(
-                f"{one!r}, a {type(one).__name__}, to put together with arrays; an sp.array was "
-                "expected: make it one by sp.array(...)"
+                f"{array!r}, a {type(array).__name__}, to put together with arrays; an sp.array "
+                "was expected: make it one by sp.array(...)"
             )
-    wanted = data_types.result_type(*made)
-    return [data_types.astype(one, wanted) for one in made]
+    dtype = data_types.result_type(*converted)
+    return [data_types.astype(array, dtype) for array in converted]
 
 
 def concat_rule(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
@@ -453,7 +453,7 @@ def _concat_kernel(work: LocalWork) -> Function:
 
 def _take_part(step: TapeStep, g: Any, number: int) -> Any:
     axis = step.attributes["axis"]
-    sizes = [one.shape[axis] for one in step.operands]
+    sizes = [operand.shape[axis] for operand in step.operands]
     start = sum(sizes[:number])
     return take_ranges(g, {axis: (start, start + sizes[number], 1)})
 
@@ -471,11 +471,13 @@ register(
 @of_arrays
 def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
     """Join arrays of equal shape along a new axis."""
-    made = _promote(arrays)
-    if len({one.shape for one in made}) != 1:
-        raise SpecError(f"a stack of shapes {[one.shape for one in made]}; they must be equal")
-    place = rules.axis_of(made[0].ndim + 1, axis)
-    return concat([expand_dims(one, axis=place) for one in made], axis=place)
+    promoted = _promote(arrays)
+    if len({array.shape for array in promoted}) != 1:
+        raise SpecError(
+            f"a stack of shapes {[array.shape for array in promoted]}; they must be equal"
+        )
+    place = rules.axis_of(promoted[0].ndim + 1, axis)
+    return concat([expand_dims(array, axis=place) for array in promoted], axis=place)
 
 
 def take_ranges(x: Any, ranges: Mapping[int, Range]) -> Any:
@@ -485,7 +487,7 @@ def take_ranges(x: Any, ranges: Mapping[int, Range]) -> Any:
     """
     items = [ranges.get(dim, (0, size, 1)) for dim, size in enumerate(x.shape)]
     # If all ranges are whole, return the array itself, without an operation.
-    if all(one == (0, size, 1) for one, size in zip(items, x.shape, strict=True)):
+    if all(item == (0, size, 1) for item, size in zip(items, x.shape, strict=True)):
         return x
     starts, stops, steps = zip(*items, strict=True)
     return call("slice", (x,), {"starts": starts, "limits": stops, "strides": steps})
@@ -622,12 +624,12 @@ def _find_repeat_places(x: ArrayValue, repeats: Any, size: int) -> Any:
     """Return the index of each element of the result of `repeat`."""
     times = repeats.to_dense() if isinstance(repeats, ArrayValue) else repeats
     try:
-        found = np.repeat(np.arange(size), np.broadcast_to(np.asarray(times), (size,)))
+        indices = np.repeat(np.arange(size), np.broadcast_to(np.asarray(times), (size,)))
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"repeats {times!r} of {size} places: {error}; give one whole number, or one for each"
         ) from error
-    return whole(x, found)
+    return whole(x, indices)
 
 
 @of_arrays
@@ -639,18 +641,18 @@ def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Any]:
     dims = list(range(count))
     if indexing == "xy" and count > 1:
         dims[:2] = [1, 0]
-    if any(one.ndim != 1 for one in arrays):
-        shapes = ", ".join(str(list(one.shape)) for one in arrays)
+    if any(array.ndim != 1 for array in arrays):
+        shapes = ", ".join(str(list(array.shape)) for array in arrays)
         raise SpecError(f"meshgrid of shapes {shapes}; vectors were expected")
     shape = [0] * count
-    for one, dim in zip(arrays, dims, strict=True):
-        shape[dim] = one.shape[0]
+    for array, dim in zip(arrays, dims, strict=True):
+        shape[dim] = array.shape[0]
     return [
         # -1 cannot be resolved for an empty vector: its size 0 is written out.
-        broadcast_to(reshape(one, [-1 if d == dim else 1 for d in range(count)]), shape)
-        if one.shape[0]
-        else broadcast_to(reshape(one, [0 if d == dim else 1 for d in range(count)]), shape)
-        for one, dim in zip(arrays, dims, strict=True)
+        broadcast_to(reshape(array, [-1 if d == dim else 1 for d in range(count)]), shape)
+        if array.shape[0]
+        else broadcast_to(reshape(array, [0 if d == dim else 1 for d in range(count)]), shape)
+        for array, dim in zip(arrays, dims, strict=True)
     ]
 
 
@@ -712,12 +714,12 @@ def pad_array(library: Library, x: Any, pairs: _Pairs, value: float = 0) -> Any:
     if not any(before or after for before, after in pairs):
         return x
     shape = [size + sum(pair) for size, pair in zip(x.shape, pairs, strict=True)]
-    made = library.filled(tuple(shape), value, x)
+    padded = library.filled(tuple(shape), value, x)
     window = tuple(
         slice(before, before + size) for size, (before, _) in zip(x.shape, pairs, strict=True)
     )
-    made[window] = x
-    return made
+    padded[window] = x
+    return padded
 
 
 _Pairs = Sequence[tuple[int, int]]

@@ -55,8 +55,8 @@ def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
         nothing = reductions.sum(exp(x), axis=axis, keepdims=keepdims)
         return subtract(nothing, math.inf)
     _, most, total = take_off_most(x, axis)
-    found = add(log(total), most)
-    return found if keepdims else squeeze(found, axis)
+    logarithm = add(log(total), most)
+    return logarithm if keepdims else squeeze(logarithm, axis)
 
 
 def take_off_most(x: Any, axis: Axis) -> tuple[Any, Any, Any]:
@@ -73,7 +73,7 @@ def _find_most(x: Any, axis: Axis) -> Any:
     """Return the maximum along axes as a constant, since subtracting it does not affect results."""
     most = reductions.max(x, axis=axis, keepdims=True)
     # Differentiating the maximum would require finding the maximal elements on all ranks.
-    is_differentiated = any(one.differentiates for one in recorders)
+    is_differentiated = any(recorder.differentiates for recorder in recorders)
     return call("stop_gradient", (most,)) if is_differentiated else most
 
 
@@ -115,10 +115,10 @@ def layer_norm(
     """
     axes = _last_axes(x, dims, weight, bias)
     x, weight, bias = operands(x, weight, bias)
-    given = [one for one in (x, weight, bias) if one is not None]
+    inputs = [operand for operand in (x, weight, bias) if operand is not None]
     # The operator does not support a bias without a weight.
-    if (bias is None or weight is not None) and _may_be_one(len(axes), given):
-        return call("layer_norm", given, {"dims": len(axes)}, {"epsilon": epsilon})
+    if (bias is None or weight is not None) and _may_be_one(len(axes), inputs):
+        return call("layer_norm", inputs, {"dims": len(axes)}, {"epsilon": epsilon})
     return layer_norm_by_parts(x, weight, bias, axes=axes, epsilon=epsilon)
 
 
@@ -136,17 +136,17 @@ def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
     return axes
 
 
-def _may_be_one(dims: int, given: Sequence[Any]) -> bool:
+def _may_be_one(dims: int, inputs: Sequence[Any]) -> bool:
     """Return whether a norm can be a single operation: the normalized axes must not be sharded."""
     # A strategy that has yet to choose shardings may shard the normalized axes.
-    if not settles() or not all(isinstance(one, ArrayValue) for one in given):
+    if not settles() or not all(isinstance(operand, ArrayValue) for operand in inputs):
         return False
-    types = {one.type.dtype for one in given}
-    if len(types) > 1 or kind_of(*types) != "real floating" or 0 in given[0].shape:
+    types = {operand.type.dtype for operand in inputs}
+    if len(types) > 1 or kind_of(*types) != "real floating" or 0 in inputs[0].shape:
         return False
-    specs = [one.type.spec for one in given if one.type.spec is not None]
+    specs = [operand.type.spec for operand in inputs if operand.type.spec is not None]
     return not any(
-        one.partial_axes or any(dim.levels for dim in one.dim_specs[-dims:]) for one in specs
+        spec.partial_axes or any(dim.levels for dim in spec.dim_specs[-dims:]) for spec in specs
     )
 
 
@@ -184,10 +184,10 @@ def _norm_by_numpy(work: LocalWork) -> Function:
 
     def function(x: Any, *others: Any) -> Any:
         apart, scale = rows.scaled(x)
-        found = (apart * scale[:, None]).reshape(x.shape)
-        for combine, one in zip((np.multiply, np.add), others, strict=False):
-            found = combine(found, one)
-        return found.astype(x.dtype, copy=False)
+        normalized = (apart * scale[:, None]).reshape(x.shape)
+        for combine, parameter in zip((np.multiply, np.add), others, strict=False):
+            normalized = combine(normalized, parameter)
+        return normalized.astype(x.dtype, copy=False)
 
     return function
 
@@ -202,10 +202,10 @@ class _Rows:
         self.multiply: Any = np.multiply if is_numpy else import_module("torch").mul
         self._epsilon = work.attributes["epsilon"]
         # The operand, or the cotangent of its shape and type.
-        given = next(one for one in work.operands if one is not None)
-        self.size = math.prod(given.shape[given.ndim - work.attributes["dims"] :])
-        is_narrow = given.dtype.itemsize_bytes < 4
-        self._wide = work.library.own_dtype(as_dtype("float32") if is_narrow else given.dtype)
+        array_type = next(operand for operand in work.operands if operand is not None)
+        self.size = math.prod(array_type.shape[array_type.ndim - work.attributes["dims"] :])
+        is_narrow = array_type.dtype.itemsize_bytes < 4
+        self._wide = work.library.own_dtype(as_dtype("float32") if is_narrow else array_type.dtype)
 
     def of(self, x: Any) -> Any:
         """Return an array as rows."""
@@ -230,9 +230,11 @@ _WHOLE = "the normalised axis is whole on each device"
 def _pull_norm(step: TapeStep, g: Any) -> tuple[Any, ...]:
     x, *weights = step.operands
     dims, epsilon = step.attributes["dims"], step.attributes["epsilon"]
-    made = call(f"{step.name}_gradient", (g, x, *weights[:1]), {"dims": dims}, {"epsilon": epsilon})
+    cotangents = call(
+        f"{step.name}_gradient", (g, x, *weights[:1]), {"dims": dims}, {"epsilon": epsilon}
+    )
     # The bias was broadcast over rows: the tape sums its cotangent.
-    return (*made, *[g] * len(weights[1:])) if weights else (made,)
+    return (*cotangents, *[g] * len(weights[1:])) if weights else (cotangents,)
 
 
 register(
@@ -253,9 +255,9 @@ def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1
     """Root mean square normalization over the last `dims` dimensions."""
     axes = _last_axes(x, dims, weight)
     x, weight = operands(x, weight)
-    given = [x] if weight is None else [x, weight]
-    if _may_be_one(len(axes), given):
-        return call("rms_norm", given, {"dims": len(axes)}, {"epsilon": epsilon})
+    inputs = [x] if weight is None else [x, weight]
+    if _may_be_one(len(axes), inputs):
+        return call("rms_norm", inputs, {"dims": len(axes)}, {"epsilon": epsilon})
     return rms_norm_by_parts(x, weight, axes=axes, epsilon=epsilon)
 
 
@@ -276,17 +278,17 @@ def layer_norm_by_parts(
     """Compute `layer_norm` by other operations, which may shard the normalized axes."""
     apart = subtract(x, reductions.mean(x, axis=axes, keepdims=True))
     spread = reductions.mean(elementwise.square(apart), axis=axes, keepdims=True)
-    found = divide(apart, elementwise.sqrt(add(spread, epsilon)))
-    found = found if weight is None else multiply(found, weight)
-    return found if bias is None else add(found, bias)
+    normalized = divide(apart, elementwise.sqrt(add(spread, epsilon)))
+    normalized = normalized if weight is None else multiply(normalized, weight)
+    return normalized if bias is None else add(normalized, bias)
 
 
 @in_wide_types
 def rms_norm_by_parts(x: Any, weight: Any = None, *, axes: Axis, epsilon: float) -> Any:
     """Compute `rms_norm` by other operations, which may shard the normalized axes."""
     size = reductions.mean(elementwise.square(x), axis=axes, keepdims=True)
-    found = divide(x, elementwise.sqrt(add(size, epsilon)))
-    return found if weight is None else multiply(found, weight)
+    normalized = divide(x, elementwise.sqrt(add(size, epsilon)))
+    return normalized if weight is None else multiply(normalized, weight)
 
 
 @of_arrays
@@ -322,18 +324,18 @@ def cross_entropy(
     place = axis_of(logits.ndim, axis)
     ignored = None if ignore_index is None else elementwise.equal(labels, ignore_index)
     # Any class will do: an ignored label, often -100, would be out of range.
-    wanted = labels if ignored is None else where(ignored, 0, labels)
-    wanted = expand_dims(wanted, axis=place)
+    targets = labels if ignored is None else where(ignored, 0, labels)
+    targets = expand_dims(targets, axis=place)
     if 0 in logits.shape:
-        chosen = take_along_axis(logits, wanted, axis=place)
+        chosen = take_along_axis(logits, targets, axis=place)
         return subtract(logsumexp(logits, axis=place), squeeze(chosen, place))
     apart, _, total = take_off_most(logits, place)
-    every = squeeze(log(total), place)
-    found = subtract(every, squeeze(take_along_axis(apart, wanted, axis=place), place))
+    log_total = squeeze(log(total), place)
+    losses = subtract(log_total, squeeze(take_along_axis(apart, targets, axis=place), place))
     if label_smoothing:
-        shared = subtract(every, reductions.mean(apart, axis=place))
-        found = add(multiply(found, 1 - label_smoothing), multiply(shared, label_smoothing))
-    return found if ignored is None else where(ignored, 0.0, found)
+        shared = subtract(log_total, reductions.mean(apart, axis=place))
+        losses = add(multiply(losses, 1 - label_smoothing), multiply(shared, label_smoothing))
+    return losses if ignored is None else where(ignored, 0.0, losses)
 
 
 # ---- layer_norm_gradient
@@ -369,25 +371,25 @@ def _norm_gradient_kernel(work: LocalWork) -> Function:
         apart, scale = rows.scaled(x)
         slope = rows.of(g)
         shared = slope * apart
-        to_weights = [rows.like(scale @ shared, one) for one in weights]
+        to_weights = [rows.like(scale @ shared, parameter) for parameter in weights]
         # Allocating memory of this size takes longer than computing, so `shared` is reused.
         if weights:
             weight = rows.of(weights[0])[0]
             agreement = shared @ weight
-            found = rows.multiply(slope, weight, out=shared)
-            found *= scale[:, None]
+            cotangent = rows.multiply(slope, weight, out=shared)
+            cotangent *= scale[:, None]
         else:
             agreement = rows.space.sum(shared, axis=-1)
-            found = rows.multiply(slope, scale[:, None], out=shared)
+            cotangent = rows.multiply(slope, scale[:, None], out=shared)
         agreement *= scale * scale * scale / -rows.size
         if rows.is_centred:
             apart *= agreement[:, None]
-            found += apart
-            found -= rows.space.mean(found, axis=-1, keepdims=True)
+            cotangent += apart
+            cotangent -= rows.space.mean(cotangent, axis=-1, keepdims=True)
         else:
-            found += apart * agreement[:, None]
-        found = rows.like(found, x)
-        return (found, *to_weights) if weights else found
+            cotangent += apart * agreement[:, None]
+        cotangent = rows.like(cotangent, x)
+        return (cotangent, *to_weights) if weights else cotangent
 
     return function
 
@@ -396,16 +398,16 @@ def _layer_norm_gradient_by_torch(rows: _Rows, epsilon: float) -> Function:
     aten = import_module("torch").ops.aten
 
     def function(g: Any, x: Any, *weights: Any) -> Any:
-        own = rows.of(x)
+        flat = rows.of(x)
         weight = rows.of(weights[0])[0] if weights else None
         # PyTorch's backward function needs both, and the forward pass has kept neither.
-        _, mean, scale = aten.native_layer_norm(own, [rows.size], weight, None, epsilon)
-        wanted = [True, weight is not None, False]
-        found, to_weight, _ = aten.native_layer_norm_backward(
-            rows.of(g), own, [rows.size], mean, scale, weight, None, wanted
+        _, mean, scale = aten.native_layer_norm(flat, [rows.size], weight, None, epsilon)
+        output_mask = [True, weight is not None, False]
+        cotangent, to_weight, _ = aten.native_layer_norm_backward(
+            rows.of(g), flat, [rows.size], mean, scale, weight, None, output_mask
         )
-        found = rows.like(found, x)
-        return (found, rows.like(to_weight, weights[0])) if weights else found
+        cotangent = rows.like(cotangent, x)
+        return (cotangent, rows.like(to_weight, weights[0])) if weights else cotangent
 
     return function
 
@@ -416,10 +418,10 @@ def _pull_norm_gradient(step: TapeStep, g: Any) -> tuple[Any, ...]:
 
     def pull_back(cotangent: Any, x: Any, *weights: Any) -> Any:
         axes = tuple(range(x.ndim - dims, x.ndim))
-        made = namespace.find("vjp")(
-            lambda *own: by_parts(*own, axes=axes, epsilon=epsilon), x, *weights
+        _, pullback = namespace.find("vjp")(
+            lambda *operands: by_parts(*operands, axes=axes, epsilon=epsilon), x, *weights
         )
-        return made[1](cotangent)
+        return pullback(cotangent)
 
     return pull_again(pull_back, step, g)
 
@@ -427,10 +429,10 @@ def _pull_norm_gradient(step: TapeStep, g: Any) -> tuple[Any, ...]:
 def pull_again(pull_back: Callable[..., Any], step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
     """Return the cotangents of a gradient's operands, by differentiating the gradient function."""
     # Found by name, because it depends on this module.
-    found: tuple[Any, ...] = namespace.find("vjp")(pull_back, *step.operands)[1](
+    result: tuple[Any, ...] = namespace.find("vjp")(pull_back, *step.operands)[1](
         cotangents if isinstance(cotangents, tuple) else (cotangents,)
     )
-    return found
+    return result
 
 
 register(

@@ -72,8 +72,8 @@ _LEFT = 7
 
 def sorted_along(space: Any, x: Any, axis: int, descending: bool) -> Any:
     """Return elements sorted along an axis."""
-    made = space.sort(x, axis=axis)
-    return space.flip(made, axis=axis) if descending else made
+    result = space.sort(x, axis=axis)
+    return space.flip(result, axis=axis) if descending else result
 
 
 def order_of(space: Any, x: Any, axis: int, descending: bool) -> Any:
@@ -105,23 +105,23 @@ def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     moved = _count_moved_bytes(x, parts, wants_places=name == "argsort")
     gathered_bytes = (parts - 1) * int(x.shape[0] * x.dtype.itemsize_bytes)
     # Recorders of a traced function's graph accept the sort as a single operation.
-    is_seen = any(not one.takes_bodies for one in recorders)
+    is_seen = any(not recorder.takes_bodies for recorder in recorders)
     if is_seen or moved is None or sum(moved) >= gathered_bytes:
         return None
     if not x.runner.is_abstract:
         return _SampleSort(x, lengths, descending).run(wants_places=name == "argsort")
     if not settles():
         return None
-    kind = ArrayType(x.shape, _PLACES if name == "argsort" else x.dtype, spec)
+    result_type = ArrayType(x.shape, _PLACES if name == "argsort" else x.dtype, spec)
     # In a random order, (parts - 1) / parts of the elements move to another part.
     sampled_bytes, exchanged_bytes = moved
     of_copy = sampled_bytes + exchanged_bytes * (parts - 1) // parts
     moved_bytes = of_copy * (spec.mesh.size // parts)
     function = partial(find(name), descending=descending)
     # Memory: the sorted parts, the exchanged pieces, and the result; argsort also has positions.
-    held = [x.type, x.type, *[kind] * (4 if name == "argsort" else 1)]
+    held = [x.type, x.type, *[result_type] * (4 if name == "argsort" else 1)]
     # Found by name, because it depends on this module.
-    return find("eager_operation")(name, function, x, kind, moved_bytes, held)
+    return find("eager_operation")(name, function, x, result_type, moved_bytes, held)
 
 
 def _sort_turned(name: str, x: Any, axis: int, descending: bool, parts: int) -> Any:
@@ -134,8 +134,8 @@ def _sort_turned(name: str, x: Any, axis: int, descending: bool, parts: int) -> 
     other = max(free, key=lambda n: x.shape[n])
     dims[axis], dims[other] = dims[other], dims[axis]
     turned = x.shard(ShardingSpec(x.type.spec.mesh, dims))
-    found = call(name, (turned,), {"axis": axis}, {"descending": descending})
-    return found.shard(x.type.spec)
+    result = call(name, (turned,), {"axis": axis}, {"descending": descending})
+    return result.shard(x.type.spec)
 
 
 def _count_moved_bytes(x: Any, parts: int, wants_places: bool) -> tuple[int, int] | None:
@@ -174,10 +174,10 @@ class _SampleSort:
         moved = self._exchange(own, pieces)
         space = self.x.runner.library.namespace
         if places is None:
-            shards = tuple(sorted_along(space, one, 0, self.descending) for one in moved)
+            shards = tuple(sorted_along(space, shard, 0, self.descending) for shard in moved)
             return self._array(self.x.type, shards)
         before = self._exchange(places, pieces)
-        orders = [order_of(space, one, 0, self.descending) for one in moved]
+        orders = [order_of(space, shard, 0, self.descending) for shard in moved]
         shards = tuple(space.take(b, o, axis=0) for b, o in zip(before, orders, strict=True))
         return self._array(places.type, shards)
 
@@ -189,11 +189,11 @@ class _SampleSort:
         x = self.x
         space = x.runner.library.namespace
         if not wants_places:
-            shards = tuple(sorted_along(space, one, 0, self.descending) for one in x._shards)
+            shards = tuple(sorted_along(space, shard, 0, self.descending) for shard in x._shards)
             return self._array(x.type, shards), None
-        orders = [order_of(space, one, 0, self.descending) for one in x._shards]
+        orders = [order_of(space, shard, 0, self.descending) for shard in x._shards]
         pairs = zip(x._shards, orders, strict=True)
-        own = self._array(x.type, tuple(space.take(one, order, axis=0) for one, order in pairs))
+        own = self._array(x.type, tuple(space.take(shard, order, axis=0) for shard, order in pairs))
         starts = [
             box[0].start[0] if box else 0
             for box in (x.type.layout.boxes(rank) for rank in x.runner.ranks(x.type.spec.mesh))
@@ -205,14 +205,14 @@ class _SampleSort:
         """Step 2: find how many elements of each sorted part go to each part of the result."""
         parts = len(self.lengths)
         starts = np.cumsum([0, *self.lengths])
-        wanted = starts[1:-1]
+        totals = starts[1:-1]
         low = np.zeros((parts - 1, parts), np.int64)
         high = np.tile(np.asarray(self.lengths, np.int64), (parts - 1, 1))
         count = _SAMPLES * parts
         steps = np.arange(count)
         while True:
-            is_found = low.sum(1) == wanted
-            is_full = high.sum(1) == wanted
+            is_found = low.sum(1) == totals
+            is_full = high.sum(1) == totals
             if np.all(is_found | is_full):
                 break
             # An interval shorter than this is sampled at every position, at some repeatedly.
@@ -222,17 +222,17 @@ class _SampleSort:
             values = self.x.runner.library.numpy(taken.to_dense()).reshape(at.shape)
             for boundary in np.flatnonzero(~(is_found | is_full)):
                 some = low[boundary], high[boundary]
-                _narrow(*some, at[boundary], values[boundary], wanted[boundary], self.descending)
+                _narrow(*some, at[boundary], values[boundary], totals[boundary], self.descending)
         cuts = np.where(is_found[:, None], low, high)
         ends = np.vstack([np.zeros((1, parts), np.int64), cuts, [self.lengths]])
-        return [tuple(one) for one in np.diff(ends, axis=0).T.tolist()]
+        return [tuple(sizes) for sizes in np.diff(ends, axis=0).T.tolist()]
 
     def _exchange(self, own: Any, pieces: list[tuple[int, ...]]) -> tuple[Any, ...]:
         """Step 3: reshard to the sharding that stores the pieces of each part together."""
         spec, runner = self.x.type.spec, self.x.runner
-        axes = list(itertools.chain.from_iterable(one.axes for one in spec.dim_specs[0].levels))
-        blocks = [(n, Sizes(one)) for n, one in zip(self.lengths, pieces, strict=True) if n]
-        rule = Joined(tuple(n for n, _ in blocks), tuple(one for _, one in blocks))
+        axes = list(itertools.chain.from_iterable(level.axes for level in spec.dim_specs[0].levels))
+        blocks = [(n, Sizes(sizes)) for n, sizes in zip(self.lengths, pieces, strict=True) if n]
+        rule = Joined(tuple(n for n, _ in blocks), tuple(sizes for _, sizes in blocks))
         target = ShardingSpec(spec.mesh, [DimSpec([Level(axes, rule)])])
         moved: tuple[Any, ...] = runner.moved_once(own.type, target, own._shards)
         return moved
@@ -243,7 +243,7 @@ def _narrow(
     high: np.ndarray[Any, Any],
     at: np.ndarray[Any, Any],
     values: np.ndarray[Any, Any],
-    wanted: int,
+    total: int,
     descending: bool,
 ) -> None:
     """Tighten the bounds of a boundary in place, by samples.
@@ -251,7 +251,7 @@ def _narrow(
     Args:
         low, high: for each part, the minimum and maximum number of elements before the boundary.
         at, values: `[parts, samples]`, the positions of samples between these, and their elements.
-        wanted: the total number of elements before the boundary.
+        total: the number of elements before the boundary.
         descending: whether the largest element comes first.
     """
     source = np.repeat(np.arange(len(low)), at.shape[1])
@@ -273,7 +273,7 @@ def _narrow(
         most += np.where(is_own, 0, after)
     for part in range(len(low)):
         is_own = source == part
-        inside, outside = is_own & (most <= wanted), is_own & (least > wanted)
+        inside, outside = is_own & (most <= total), is_own & (least > total)
         low[part] = max(low[part], np.max(place[inside] + 1, initial=0))
         high[part] = min(high[part], np.min(place[outside], initial=high[part]))
 
@@ -288,8 +288,10 @@ def sort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = 
 
 
 def _put_in_order(name: str, x: Any, axis: int, descending: bool) -> Any:
-    found = sorted_where_cut(name, x, axis, descending)
-    return call(name, (x,), {"axis": axis}, {"descending": descending}) if found is None else found
+    result = sorted_where_cut(name, x, axis, descending)
+    return (
+        call(name, (x,), {"axis": axis}, {"descending": descending}) if result is None else result
+    )
 
 
 register = partial(ship, family="ordering")
@@ -309,8 +311,8 @@ def ordered(
     place = axis_of(len(shape), axis)
     # A 1-D array lacks another dimension that could be sharded instead.
     alone = all(size == 1 for dim, size in enumerate(shape) if dim != place)
-    every = [range(len(shape))] * len(shapes)
-    return from_dims(every, every, shapes, whole=[place], blocked=[place] if alone else ())
+    dims = [range(len(shape))] * len(shapes)
+    return from_dims(dims, dims, shapes, whole=[place], blocked=[place] if alone else ())
 
 
 def _sort_kernel(work: LocalWork) -> Function:
@@ -381,7 +383,7 @@ def nonzero(x: Any, /) -> tuple[Any, ...]:
     """The indices of nonzero elements, by dimension; not sharded."""
     if not x.ndim:
         raise UsageError("nonzero of an array of no dimensions; it has no indices: reshape it")
-    return tuple(whole(x, one) for one in x.runner.library.namespace.nonzero(x.to_dense()))
+    return tuple(whole(x, indices) for indices in x.runner.library.namespace.nonzero(x.to_dense()))
 
 
 class UniqueAll(NamedTuple):
@@ -410,8 +412,8 @@ class UniqueInverse(NamedTuple):
 @of_arrays
 def unique_all(x: Any, /) -> UniqueAll:
     """The unique elements, their first indices, inverse indices and counts; not sharded."""
-    found = _find_unique(x)
-    return found._replace(inverse_indices=reshape(found.inverse_indices, x.shape))
+    unique = _find_unique(x)
+    return unique._replace(inverse_indices=reshape(unique.inverse_indices, x.shape))
 
 
 def _find_unique(x: Any) -> UniqueAll:
@@ -425,21 +427,21 @@ def _find_unique(x: Any) -> UniqueAll:
         # The standard counts each NaN as another value.
         equal_nan=False,
     )
-    return UniqueAll(*(whole(x, one) for one in (values, indices, inverse, counts)))
+    return UniqueAll(*(whole(x, array) for array in (values, indices, inverse, counts)))
 
 
 @of_arrays
 def unique_counts(x: Any, /) -> UniqueCounts:
     """The unique elements and their counts; not sharded."""
-    found = _find_unique(x)
-    return UniqueCounts(found.values, found.counts)
+    unique = _find_unique(x)
+    return UniqueCounts(unique.values, unique.counts)
 
 
 @of_arrays
 def unique_inverse(x: Any, /) -> UniqueInverse:
     """The unique elements and the inverse indices; not sharded."""
-    found = unique_all(x)
-    return UniqueInverse(found.values, found.inverse_indices)
+    unique = unique_all(x)
+    return UniqueInverse(unique.values, unique.inverse_indices)
 
 
 @of_arrays
@@ -454,8 +456,8 @@ def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Any:
     x1, x2 = operands(x1, x2)
     # Each element of `x1` is compared with all of `x2`, along a new last axis.
     flat = reshape(x2, (1,) * x1.ndim + (x2.size,))
-    found = any_of(elementwise.equal(reshape(x1, (*x1.shape, 1)), flat), axis=-1)
-    return elementwise.logical_not(found) if invert else found
+    is_member = any_of(elementwise.equal(reshape(x1, (*x1.shape, 1)), flat), axis=-1)
+    return elementwise.logical_not(is_member) if invert else is_member
 
 
 @of_arrays
@@ -465,27 +467,27 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
     if not hasattr(n, "__index__") or n < 0:
         raise UsageError(f"differences taken {n!r} times; give a whole number of 0 or more")
     parts = []
-    for one in (prepend, x, append):
-        if one is None:
+    for part in (prepend, x, append):
+        if part is None:
             continue
-        (one,) = operands(x, one)[1:]
+        (part,) = operands(x, part)[1:]
         # Prepended and appended values may be numbers and NumPy arrays.
-        if not isinstance(one, ArrayValue):
-            one = whole(x, np.asarray(one))
-        if one.ndim == 0:
-            one = broadcast_to(one, (*x.shape[:place], 1, *x.shape[place + 1 :]))
-        parts.append(one)
-    found = concat(parts, axis=place) if len(parts) > 1 else x
+        if not isinstance(part, ArrayValue):
+            part = whole(x, np.asarray(part))
+        if part.ndim == 0:
+            part = broadcast_to(part, (*x.shape[:place], 1, *x.shape[place + 1 :]))
+        parts.append(part)
+    result = concat(parts, axis=place) if len(parts) > 1 else x
     for _ in range(n):
-        size = found.shape[place]
-        later = take_ranges(found, {place: (min(1, size), size, 1)})
-        earlier = take_ranges(found, {place: (0, max(size - 1, 0), 1)})
+        size = result.shape[place]
+        later = take_ranges(result, {place: (min(1, size), size, 1)})
+        earlier = take_ranges(result, {place: (0, max(size - 1, 0), 1)})
         # Booleans cannot be subtracted; their difference is whether they differ.
-        if found.dtype.name == "bool":
-            found = elementwise.not_equal(later, earlier)
+        if result.dtype.name == "bool":
+            result = elementwise.not_equal(later, earlier)
         else:
-            found = elementwise.subtract(later, earlier)
-    return found
+            result = elementwise.subtract(later, earlier)
+    return result
 
 
 # ---- top_k
@@ -496,8 +498,8 @@ def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
     """The `k` largest elements along an axis, in descending order, and their indices."""
     reductions.check_ordered(x, "top_k")
     attributes = {"k": check_int(k, "k of top_k"), "axis": axis_of(x.ndim, axis)}
-    found: tuple[Any, Any] = call("top_k", (x,), attributes)
-    return found
+    result: tuple[Any, Any] = call("top_k", (x,), attributes)
+    return result
 
 
 def top_k_rule(shapes: Sequence[Shape], k: int, axis: int = -1) -> Inferred:

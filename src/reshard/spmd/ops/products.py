@@ -73,7 +73,7 @@ def _pull_vecdot(step: TapeStep, g: Any, number: int) -> Any:
     axis = step.attributes.get("axis", -1)
     if axis >= 0:
         # Counted from the end, where operands are lined up.
-        axis -= min(one.ndim for one in step.operands)
+        axis -= min(operand.ndim for operand in step.operands)
     return expand_dims(g, axis=axis) * step.operands[1 - number]
 
 
@@ -130,7 +130,7 @@ def product_of_pairs(
         tensors.append(dims)
     batch = [f"batch {number}" for number in range(len(batching[0]))]
     sums = [f"summed {number}" for number in range(len(summed[0]))]
-    free = [one for dims in tensors for one in dims if one not in (*batch, *sums)]
+    free = [dim for dims in tensors for dim in dims if dim not in (*batch, *sums)]
     return rules.from_dims(
         tensors, [[*batch, *free]], shapes, order=[*batch, *free, *sums], reduced=sums
     )
@@ -141,18 +141,18 @@ def _find_summed(
 ) -> list[list[int]]:
     """Return the axes of both operands that a tensordot sums over, counted from the start."""
     left, right = map(len, shapes)
-    given: list[Sequence[int]] = []
+    sides: list[Sequence[int]] = []
     if isinstance(axes, int):
         if not 0 <= axes <= min(left, right):
             raise SpecError(
                 f"tensordot over {axes} axes of {shapes[0]} and {shapes[1]}; they have fewer"
             )
-        given = [range(left - axes, left), range(axes)]
+        sides = [range(left - axes, left), range(axes)]
     else:
-        given = [[side] if isinstance(side, int) else list(side) for side in axes]
+        sides = [[side] if isinstance(side, int) else list(side) for side in axes]
     return [
         [rules.axis_of(rank, axis) for axis in side]
-        for rank, side in zip((left, right), given, strict=True)
+        for rank, side in zip((left, right), sides, strict=True)
     ]
 
 
@@ -160,19 +160,19 @@ def _pull_tensordot(step: TapeStep, g: Any, number: int) -> Any:
     x, y = step.operands
     summed = _find_summed((x.shape, y.shape), step.attributes["axes"])
     free = [
-        [dim for dim in range(one.ndim) if dim not in axes]
-        for one, axes in zip((x, y), summed, strict=True)
+        [dim for dim in range(array.ndim) if dim not in axes]
+        for array, axes in zip((x, y), summed, strict=True)
     ]
     if number == 0:
         behind = list(range(len(free[0]), g.ndim))
-        found = tensordot(g, y, axes=(behind, free[1]))
+        cotangent = tensordot(g, y, axes=(behind, free[1]))
         # The remaining dimensions of `y` keep their order.
         order = free[0] + [summed[0][summed[1].index(dim)] for dim in sorted(summed[1])]
     else:
         ahead = list(range(len(free[0])))
-        found = tensordot(x, g, axes=(free[0], ahead))
+        cotangent = tensordot(x, g, axes=(free[0], ahead))
         order = [summed[1][summed[0].index(dim)] for dim in sorted(summed[0])] + free[1]
-    return permute_dims(found, [order.index(dim) for dim in range(len(order))])
+    return permute_dims(cotangent, [order.index(dim) for dim in range(len(order))])
 
 
 register(
@@ -207,16 +207,16 @@ def einsum(subscripts: str, /, *arrays: Any) -> Any:
     """
     if not isinstance(subscripts, str):
         raise UsageError(f"einsum of {subscripts!r}; give its text first, 'ij,jk->ik' say")
-    given = list(operands(*arrays))
+    converted = list(operands(*arrays))
     inputs, arrow, result = "".join(subscripts.split()).partition("->")
-    every = inputs.split(",")
-    if len(every) == len(given) and any(map(_find_repeated, every)):
+    terms = inputs.split(",")
+    if len(terms) == len(converted) and any(map(_find_repeated, terms)):
         if not arrow:
-            result = implied_result("".join(every))
-        pairs = map(_take_diagonals, every, given)
-        every, given = (list(one) for one in zip(*pairs, strict=True))
-        subscripts = f"{','.join(every)}->{result}"
-    return call("einsum", given, {"subscripts": subscripts})
+            result = implied_result("".join(terms))
+        pairs = map(_take_diagonals, terms, converted)
+        terms, converted = (list(column) for column in zip(*pairs, strict=True))
+        subscripts = f"{','.join(terms)}->{result}"
+    return call("einsum", converted, {"subscripts": subscripts})
 
 
 def _take_diagonals(letters: str, x: Any) -> tuple[str, Any]:
@@ -226,8 +226,8 @@ def _take_diagonals(letters: str, x: Any) -> tuple[str, Any]:
         if len(before) + len(after) > x.ndim or not (dots or len(before) == x.ndim):
             # The subscripts do not fit the operand; the rule raises the error.
             return letters, x
-        axes = [n for n, one in enumerate(before) if one == letter]
-        axes += [x.ndim - len(after) + n for n, one in enumerate(after) if one == letter]
+        axes = [n for n, char in enumerate(before) if char == letter]
+        axes += [x.ndim - len(after) + n for n, char in enumerate(after) if char == letter]
         first, second = axes[:2]
         if x.shape[first] != x.shape[second]:
             raise SpecError(
@@ -306,7 +306,9 @@ def _einsum_kernel(work: LocalWork) -> Function:
         return np.einsum_path(text, *arrays, optimize="greedy")[0]
 
     def function(*arrays: Any) -> Any:
-        return np.einsum(text, *arrays, optimize=find_path(tuple([one.shape for one in arrays])))
+        return np.einsum(
+            text, *arrays, optimize=find_path(tuple([array.shape for array in arrays]))
+        )
 
     return function
 
@@ -320,13 +322,13 @@ def torch_einsum(text: str) -> Function:
     torch = import_module("torch")
     spaceless = text.replace(" ", "")
     multiply: Callable[..., Any]
-    if found := _TO_EACH.fullmatch(spaceless):
-        rows, summed, stacked, matrix, kept = found.groups()
-        multiply, behind = _multiply_with_each, kept
-    elif found := _OVER_ALL.fullmatch(spaceless):
-        rows, stacked, summed, matrix, kept = found.groups()
+    if match := _TO_EACH.fullmatch(spaceless):
+        rows, summed, stacked, matrix, free = match.groups()
+        multiply, behind = _multiply_with_each, free
+    elif match := _OVER_ALL.fullmatch(spaceless):
+        rows, stacked, summed, matrix, free = match.groups()
         multiply, behind = _multiply_over_all, summed
-    if found is None or not _is_product(rows, stacked, summed, kept, matrix):
+    if match is None or not _is_product(rows, stacked, summed, free, matrix):
         return lambda *arrays: torch.einsum(text, *arrays)
     by_slices = partial(multiply, turned=matrix[0] != summed)
     second = matrix.index(behind) + 1
@@ -356,12 +358,12 @@ def _multiply_with_each(x: Any, weights: Any, turned: bool) -> Any:
     """Multiply `[..., k]` by each of `[e, k, n]`, or of `[e, n, k]` transposed: `[..., e, n]`."""
     torch = import_module("torch")
     matrices = weights.transpose(1, 2) if turned else weights
-    made = x.new_empty((*x.shape[:-1], matrices.shape[0], matrices.shape[2]))
-    rows, places = x.reshape(-1, x.shape[-1]), made.view(-1, *made.shape[-2:])
+    products = x.new_empty((*x.shape[:-1], matrices.shape[0], matrices.shape[2]))
+    rows, places = x.reshape(-1, x.shape[-1]), products.view(-1, *products.shape[-2:])
     for number, matrix in enumerate(matrices.unbind()):
         # Written in place: products that are stacked afterwards would be copied.
         torch.mm(rows, matrix, out=places[:, number])
-    return made
+    return products
 
 
 _TO_EACH = re.compile(r"(\w+)(\w),(\w)(\w\w)->\1\3(\w)")
@@ -371,16 +373,16 @@ def _multiply_over_all(x: Any, weights: Any, turned: bool) -> Any:
     """Sum the products of `[..., e, k]` and `[e, k, n]`, or `[e, n, k]` transposed: `[..., n]`."""
     matrices = weights.transpose(1, 2) if turned else weights
     rows = x.reshape(-1, *x.shape[-2:])
-    made = rows[:, 0] @ matrices[0]
+    total = rows[:, 0] @ matrices[0]
     for number in range(1, matrices.shape[0]):
-        made.addmm_(rows[:, number], matrices[number])
-    return made.view(*x.shape[:-2], made.shape[-1])
+        total.addmm_(rows[:, number], matrices[number])
+    return total.view(*x.shape[:-2], total.shape[-1])
 
 
-def _is_product(rows: str, stacked: str, summed: str, kept: str, matrix: str) -> bool:
-    """Return whether all letters differ, and the matrix has exactly the summed and the kept."""
-    letters = f"{rows}{stacked}{summed}{kept}"
-    return len(set(letters)) == len(letters) and sorted(matrix) == sorted(summed + kept)
+def _is_product(rows: str, stacked: str, summed: str, free: str, matrix: str) -> bool:
+    """Return whether all letters differ, and the matrix has just the summed and the free letter."""
+    letters = f"{rows}{stacked}{summed}{free}"
+    return len(set(letters)) == len(letters) and sorted(matrix) == sorted(summed + free)
 
 
 _MATRIX_ELEMENTS = 16_384
@@ -391,15 +393,17 @@ _FEW_ELEMENTS = 256
 
 
 def _pull_einsum(step: TapeStep, g: Any, number: int) -> Any:
-    inputs, result = _spell_out(step.attributes["subscripts"], [one.shape for one in step.operands])
-    own, shape = inputs[number], step.operands[number].shape
-    texts = [result] + [one for n, one in enumerate(inputs) if n != number]
-    arrays = [g] + [one for n, one in enumerate(step.operands) if n != number]
+    inputs, result = _spell_out(
+        step.attributes["subscripts"], [operand.shape for operand in step.operands]
+    )
+    letters, shape = inputs[number], step.operands[number].shape
+    texts = [result] + [text for n, text in enumerate(inputs) if n != number]
+    arrays = [g] + [operand for n, operand in enumerate(step.operands) if n != number]
     # Letters that only this operand has were summed over: its cotangent is constant along them.
-    known = [letter for letter in own if any(letter in text for text in texts)]
-    found = einsum(f"{','.join(texts)}->{''.join(known)}", *arrays)
-    kept = [size if letter in known else 1 for letter, size in zip(own, shape, strict=True)]
-    return broadcast_to(reshape(found, kept), shape)
+    shared = [letter for letter in letters if any(letter in text for text in texts)]
+    cotangent = einsum(f"{','.join(texts)}->{''.join(shared)}", *arrays)
+    sizes = [size if letter in shared else 1 for letter, size in zip(letters, shape, strict=True)]
+    return broadcast_to(reshape(cotangent, sizes), shape)
 
 
 register(

@@ -177,8 +177,8 @@ def _extremum_kernel(work: LocalWork) -> list[Function]:
 
 def _fill_identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
     """Return the minimum of the type for `max`, and the maximum for `min`."""
-    made = work.library.filled(shape, identity(work.name, work.library.dtype_of(x)), x)
-    return work.library.linked(made, x)
+    filled = work.library.filled(shape, identity(work.name, work.library.dtype_of(x)), x)
+    return work.library.linked(filled, x)
 
 
 def _pull_extreme(step: TapeStep, g: Any, number: int) -> Any:
@@ -240,7 +240,7 @@ def check_some(x: Any, axis: Axis, name: str) -> None:
 
 def _count_reduced(shape: Sequence[int], axis: Axis) -> int:
     """Return the number of elements that are reduced to each element of the result."""
-    return math.prod(shape[one] for one in rules.axes_of(len(shape), axis))
+    return math.prod(shape[dim] for dim in rules.axes_of(len(shape), axis))
 
 
 # ---- all
@@ -298,8 +298,8 @@ def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
 
     Floats narrower than 4 bytes are summed as `float32`, and the mean has their type.
     """
-    found = _take_mean(_widen(x), axis, keepdims)
-    return found if _is_whole(x) else data_types.astype(found, x.dtype)
+    result = _take_mean(_widen(x), axis, keepdims)
+    return result if _is_whole(x) else data_types.astype(result, x.dtype)
 
 
 def _take_mean(x: Any, axis: Axis, keepdims: bool) -> Any:
@@ -326,8 +326,8 @@ def _is_whole(x: Any) -> object:
 @of_arrays
 def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
     """The variance over axes, over all when None, divided by `count - correction`."""
-    found = _take_var(_widen(x), axis, correction, keepdims)
-    return found if _is_whole(x) else data_types.astype(found, x.dtype)
+    result = _take_var(_widen(x), axis, correction, keepdims)
+    return result if _is_whole(x) else data_types.astype(result, x.dtype)
 
 
 def _take_var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
@@ -343,8 +343,8 @@ def _take_var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
 @of_arrays
 def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
     """The standard deviation: the square root of `var`."""
-    found = elementwise.sqrt(_take_var(_widen(x), axis, correction, keepdims))
-    return found if _is_whole(x) else data_types.astype(found, x.dtype)
+    result = elementwise.sqrt(_take_var(_widen(x), axis, correction, keepdims))
+    return result if _is_whole(x) else data_types.astype(result, x.dtype)
 
 
 # ---- argmax
@@ -361,8 +361,8 @@ def _find_place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
     if axis is not None:
         return call(name, (x,), {"axis": rules.axis_of(x.ndim, axis), "keepdims": bool(keepdims)})
     # Without an axis, the result is the index in the flattened array, in row-major order.
-    found = call(name, (movement.reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
-    return movement.reshape(found, (1,) * x.ndim) if keepdims else found
+    index = call(name, (movement.reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
+    return movement.reshape(index, (1,) * x.ndim) if keepdims else index
 
 
 def whole_axes(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = False) -> Inferred:

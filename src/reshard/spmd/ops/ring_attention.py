@@ -76,7 +76,9 @@ def count_pairs(attributes: Any) -> int:
     queries, keys = attributes["query_parts"], attributes["key_parts"]
     seen = seen_keys(attributes)
     return max(
-        sum(seen.count_pairs(one, other) for one in part for other in keys[turned % len(keys)])
+        sum(
+            seen.count_pairs(rows, columns) for rows in part for columns in keys[turned % len(keys)]
+        )
         for turned, part in enumerate(queries, attributes["turn"])
     )
 
@@ -100,21 +102,21 @@ def _turn_kernel(work: LocalWork) -> list[Function]:
                 both = None
                 for columns, kernel in seen:
                     keys, values = (x[..., None, columns[0] : columns[1], :] for x in (k, v))
-                    one = kernel.forward(some, keys, values)
-                    both = one if both is None else _join(space, both, one)
-                made, logs = both or _make_unseen(space, some, v.shape[-1])
-                weighed.append(made)
+                    part = kernel.forward(some, keys, values)
+                    both = part if both is None else _join(space, both, part)
+                block, logs = both or _make_unseen(space, some, v.shape[-1])
+                weighed.append(block)
                 sums.append(logs)
             if not weighed:
-                made, logs = _make_unseen(space, grouped(q, groups), v.shape[-1])
-                weighed, sums = [made], [logs]
+                block, logs = _make_unseen(space, grouped(q, groups), v.shape[-1])
+                weighed, sums = [block], [logs]
             shape = q.shape[:-1]
-            found = space.concat(weighed, axis=-2).reshape((*shape, v.shape[-1]))
+            output = space.concat(weighed, axis=-2).reshape((*shape, v.shape[-1]))
             total = space.concat(sums, axis=-1).reshape(shape)
             # All ranks must record the same gradients, including ranks whose queries see no key.
-            for one in (q, k, v):
-                found, total = (work.library.linked(made, one) for made in (found, total))
-            return found, total
+            for operand in (q, k, v):
+                output, total = (work.library.linked(array, operand) for array in (output, total))
+            return output, total
 
         return function
 
@@ -147,23 +149,23 @@ class _Turn:
                     here.append((rows, stretch, number))
         # Sorted by location, because zigzag parts are not in the order of the sequence.
         for rows, stretch, number in sorted(here):
-            found = []
+            reached = []
             for other in options["key_parts"][(number + options["turn"]) % len(parts)]:
                 columns = _find_place(self._keys, other)
                 # The few elements that determine the results' types do not have all keys.
                 is_here = columns is not None and columns[1] <= k.shape[-2]
                 if columns is not None and is_here and is_reached(options, (stretch,), (other,)):
                     seen = seen_keys(options, stretch[0], other[0])
-                    found.append((columns, Attention(self.space, options["scale"], seen)))
-            yield rows, found
+                    reached.append((columns, Attention(self.space, options["scale"], seen)))
+            yield rows, reached
 
 
-def _find_place(stretches: Sequence[Stretch], wanted: Stretch) -> Stretch | None:
+def _find_place(stretches: Sequence[Stretch], stretch: Stretch) -> Stretch | None:
     """Return the location of an interval of the sequence in memory, or None if it is not here."""
     before = 0
     for start, stop in stretches:
-        if start <= wanted[0] and wanted[1] <= stop:
-            return before + wanted[0] - start, before + wanted[1] - start
+        if start <= stretch[0] and stretch[1] <= stop:
+            return before + stretch[0] - start, before + stretch[1] - start
         before += stop - start
     return None
 
@@ -172,9 +174,9 @@ def is_reached(options: Any, queries: Part, keys: Part) -> bool:
     """Return whether any query of a part of the sequence sees any key of another part."""
     reaches = seen_keys(options).reaches
     return any(
-        one[0] < one[1] and other[0] < other[1] and reaches(one, other)[0]
-        for one in queries
-        for other in keys
+        query[0] < query[1] and key[0] < key[1] and reaches(query, key)[0]
+        for query in queries
+        for key in keys
     )
 
 
@@ -190,16 +192,16 @@ def _list_turns(work: LocalWork) -> list[_Turn]:
 
 def _make_unseen(space: Any, q: Any, width: int) -> tuple[Any, Any]:
     rows = q[..., :1]
-    found = space.zeros_like(space.broadcast_to(rows, (*q.shape[:-1], width)))
-    return found, space.full_like(rows[..., 0], -math.inf)
+    zeros = space.zeros_like(space.broadcast_to(rows, (*q.shape[:-1], width)))
+    return zeros, space.full_like(rows[..., 0], -math.inf)
 
 
-def _join(space: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+def _join(space: Any, left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
     """Join the weighted values and the logarithms of sums over keys of two stretches."""
-    total = space.logaddexp(one[1], other[1])
+    total = space.logaddexp(left[1], right[1])
     # If no key was seen yet, both are zeros.
     level = space.where(space.isfinite(total), total, space.zeros_like(total))
-    parts = [weighed * space.exp(logs - level)[..., None] for weighed, logs in (one, other)]
+    parts = [weighed * space.exp(logs - level)[..., None] for weighed, logs in (left, right)]
     return parts[0] + parts[1], total
 
 
@@ -248,7 +250,7 @@ def _find_key_rule(attributes: Mapping[str, Any]) -> CutRule:
     for (start, stop), holder in sorted(places):
         size = stop - start
         sizes.append(size)
-        rules.append(Windows(tuple((0, size * (one == holder)) for one in range(count))))
+        rules.append(Windows(tuple((0, size * (index == holder)) for index in range(count))))
     return Joined(tuple(sizes), tuple(rules))
 
 
@@ -258,9 +260,9 @@ _TURNS = "sequences that are cut alike stay so: a rank gets the keys of one othe
 def _pull_attention_turn(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
     """Pull back through a turn that a traced function recorded."""
     g, of_sums = cotangents
-    found, sums = step.results
+    weighted, sums = step.results
     # For queries that see no key in this turn, the logarithm is -inf and has no derivative.
-    shift = where(e.isfinite(sums), of_sums - sum_over(g * found, axis=-1), 0.0)
+    shift = where(e.isfinite(sums), of_sums - sum_over(g * weighted, axis=-1), 0.0)
     attributes = dict(step.attributes)
     scale = attributes.pop("scale")
     return pull_turn(step.operands, sums, shift, g, attributes, scale)
@@ -280,8 +282,10 @@ def pull_turn(
         scale: of the scores.
     """
     operands = (*arrays, sums, shift, g)
-    made = call("attention_turn_gradient", operands, attributes, {"scale": scale})
-    return tuple(placed(one, x.type.spec) for one, x in zip(made, arrays, strict=True))
+    cotangents = call("attention_turn_gradient", operands, attributes, {"scale": scale})
+    return tuple(
+        placed(cotangent, x.type.spec) for cotangent, x in zip(cotangents, arrays, strict=True)
+    )
 
 
 networks.register(
@@ -340,8 +344,8 @@ def _turn_gradient_kernel(work: LocalWork) -> list[Function]:
                 of_all = tuple(grouped(x, groups)[..., 0] for x in numbers)
                 for columns, kernel in seen:
                     keys, values = (x[..., None, columns[0] : columns[1], :] for x in (k, v))
-                    one, *others = kernel.back(some, keys, values, cotangents, of_all)
-                    of_queries[..., rows[0] : rows[1], :] += one.reshape(of_rows[0].shape)
+                    of_block, *others = kernel.back(some, keys, values, cotangents, of_all)
+                    of_queries[..., rows[0] : rows[1], :] += of_block.reshape(of_rows[0].shape)
                     for total, part in zip((of_keys, of_values), others, strict=True):
                         total[..., columns[0] : columns[1], :] += part[..., 0, :, :]
             return of_queries, of_keys, of_values
@@ -375,7 +379,7 @@ def _pull_turn_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
         of_keys = matrix_transpose(of_scores) @ some
         of_values = matrix_transpose(weights) @ slopes
         # All heads of a group use the same keys.
-        both = (sum_over(one, axis=-3) for one in (of_keys, of_values))
+        both = (sum_over(cotangent, axis=-3) for cotangent in (of_keys, of_values))
         return (reshape(of_scores @ keys, q.shape), *both)
 
     return pull_again(pull_back, step, cotangents)
@@ -393,9 +397,9 @@ def _find_met(attributes: Mapping[str, Any], shape: Sequence[int]) -> Any:
     before = np.arange(shape[0])[:, None] - np.arange(shape[1])
     met = np.zeros(shape, dtype=bool)
     keys = attributes["key_parts"]
-    for number, own in enumerate(attributes["query_parts"], attributes["turn"]):
-        for one, other in itertools.product(own, keys[number % len(keys)]):
-            met[slice(*one), slice(*other)] = True
+    for number, part in enumerate(attributes["query_parts"], attributes["turn"]):
+        for rows, columns in itertools.product(part, keys[number % len(keys)]):
+            met[slice(*rows), slice(*columns)] = True
     return met & (before >= low) & (before <= high)
 
 

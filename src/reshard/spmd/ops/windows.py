@@ -83,8 +83,8 @@ def _on_edges(
         edges = halos.find_edges(reaches, windows, held)
         return make(lambda x: edges)
 
-    made = halos.stretches_of_space(work, 0, count, of_result=True)
-    return list(map(make_here, made, halos.stretches_of_space(work, 0, count)))
+    result_stretches = halos.stretches_of_space(work, 0, count, of_result=True)
+    return list(map(make_here, result_stretches, halos.stretches_of_space(work, 0, count)))
 
 
 register = partial(ship, family="windows")
@@ -145,7 +145,7 @@ def window_sizes(
             f"window {tuple(window)}, strides {steps}, padding {ends}, dilation {gaps} over "
             f"{tuple(sizes)}; give one of each per dimension"
         )
-    return tuple(one.count for one in halos.find_reaches(sizes, window, steps, ends, gaps))
+    return tuple(reach.count for reach in halos.find_reaches(sizes, window, steps, ends, gaps))
 
 
 def _convolution_rule(
@@ -196,8 +196,8 @@ def _convolution_rule(
     # channel per group: its dimension of size 1 has no factor to share.
     batch = _name_factors("b", "n", sizes)
     inputs = "g" if groups > 1 and sizes["c"] == 1 else _name_factors("g", "c", sizes)
-    made = "b" * (batch_groups > 1) + "g" * (groups > 1) + "o" * (sizes["o"] != 1)
-    pattern = f"{batch} {inputs} *s, {made or 'o'} c *_ -> n {made or 'o'} *s"
+    outs = "b" * (batch_groups > 1) + "g" * (groups > 1) + "o" * (sizes["o"] != 1)
+    pattern = f"{batch} {inputs} *s, {outs or 'o'} c *_ -> n {outs or 'o'} *s"
     # The order of factors decides ties of propagation.
     return rules.from_pattern(pattern, shapes, order="bnsgco", sizes=sizes, reduced="c", moved="s")
 
@@ -256,9 +256,9 @@ def _convolution_kernel(work: LocalWork) -> list[Function]:
             outputs, each = kernel.shape[:2]
             # Groups are counted by both operands, because a rank may have only some of them.
             groups = x.shape[1] // each if each else 1
-            found = library.filled((x.shape[0], outputs, *counts), 0, x)
-            if 0 in (*found.shape, groups, each):
-                return library.linked(library.linked(found, x), kernel)
+            result = library.filled((x.shape[0], outputs, *counts), 0, x)
+            if 0 in (*result.shape, groups, each):
+                return library.linked(library.linked(result, x), kernel)
             # [groups, outputs a group, channels a group, *window]
             weights = kernel.reshape((groups, outputs // groups, each, *window))
             pixels = math.prod(counts)
@@ -266,8 +266,8 @@ def _convolution_kernel(work: LocalWork) -> list[Function]:
                 # [batch, groups, channels a group, pixels], so that matmul is a product per group.
                 part = x[(..., *slices)].reshape((x.shape[0], groups, each, pixels))
                 product = space.matmul(weights[(..., *places)], part)
-                found = found + product.reshape(found.shape)
-            return found
+                result = result + product.reshape(result.shape)
+            return result
 
         return function
 
@@ -283,7 +283,7 @@ def _pull_convolution(step: TapeStep, g: Any, number: int) -> Any:
 
 def _call_convolution(name: str, first: Any, second: Any, step: TapeStep, **sizes: Any) -> Any:
     names = "strides", "padding", "dilation", "groups"
-    shared = {one: step.attributes[one] for one in names}
+    shared = {key: step.attributes[key] for key in names}
     return call(name, (first, second), {**sizes, **shared})
 
 
@@ -329,11 +329,16 @@ def _input_gradient_rule(
     """
     rules.counted("convolution_input_gradient", shapes, 2)
     outputs, each = shapes[1][:2]
-    known = {"g": groups, "o": outputs // groups, "c": each}
-    made, inputs = _name_factors("g", "o", known), _name_factors("g", "c", known)
-    pattern = f"n {made} *s, {made} {'c' if 'c' in inputs else '_'} *_ -> n {inputs} *s"
-    known |= {f"s{dim}": size for dim, size in enumerate(sizes)}
-    return rules.from_pattern(pattern, shapes, order="nsgoc", sizes=known, reduced="o", moved="s")
+    factor_sizes = {"g": groups, "o": outputs // groups, "c": each}
+    outs, inputs = (
+        _name_factors("g", "o", factor_sizes),
+        _name_factors("g", "c", factor_sizes),
+    )
+    pattern = f"n {outs} *s, {outs} {'c' if 'c' in inputs else '_'} *_ -> n {inputs} *s"
+    factor_sizes |= {f"s{dim}": size for dim, size in enumerate(sizes)}
+    return rules.from_pattern(
+        pattern, shapes, order="nsgoc", sizes=factor_sizes, reduced="o", moved="s"
+    )
 
 
 @dataclass(frozen=True)
@@ -359,9 +364,9 @@ class _Span:
     def take_out(self, library: Library, spanned: Any) -> Any:
         """Return the rank's elements of a span, with zeros that no window sees."""
         lead = spanned.shape[: len(spanned.shape) - len(self.shape)]
-        found = library.filled((*lead, *self.shape), 0, spanned)
-        found[(..., *self.own)] = spanned[(..., *self.inside)]
-        return found
+        elements = library.filled((*lead, *self.shape), 0, spanned)
+        elements[(..., *self.own)] = spanned[(..., *self.inside)]
+        return elements
 
 
 def _find_span(
@@ -405,19 +410,19 @@ def _find_places(
         elements: the number of another operand that has elements, or None.
     """
     count = len(reaches)
-    made = [[(0, one.size) for one in reaches]]
-    held = [[(0, one.count) for one in reaches]]
-    seen = made
+    stretches = [[(0, reach.size) for reach in reaches]]
+    held = [[(0, reach.count) for reach in reaches]]
+    seen = stretches
     first = work.operands[0]
     if work.result_specs and first is not None and first.spec is not None:
-        made = halos.stretches_of_space(work, 0, count, of_result=True)
+        stretches = halos.stretches_of_space(work, 0, count, of_result=True)
         held = halos.stretches_of_space(work, 0, count)
-        seen = made if elements is None else halos.stretches_of_space(work, elements, count)
-    found = []
-    for own, windows, others in zip(made, held, seen, strict=True):
-        asked = [reach.seeing(one) for reach, one in zip(reaches, own, strict=True)]
-        found.append((_find_span(reaches, own, windows), halos.find_edges(reaches, asked, others)))
-    return found
+        seen = stretches if elements is None else halos.stretches_of_space(work, elements, count)
+    places = []
+    for own, windows, others in zip(stretches, held, seen, strict=True):
+        asked = [reach.seeing(stretch) for reach, stretch in zip(reaches, own, strict=True)]
+        places.append((_find_span(reaches, own, windows), halos.find_edges(reaches, asked, others)))
+    return places
 
 
 def _input_gradient_kernel(work: LocalWork) -> list[Function]:
@@ -436,7 +441,7 @@ def _input_gradient_kernel(work: LocalWork) -> list[Function]:
             g = g[(..., *span.taken)]
             outputs, each = kernel.shape[:2]
             groups = wide // each if each else 1
-            found = library.filled((g.shape[0], wide, *span.lengths), 0, g)
+            spanned = library.filled((g.shape[0], wide, *span.lengths), 0, g)
             if 0 not in (*g.shape, groups, each, outputs):
                 weights = kernel.reshape((groups, outputs // groups, each, *window))
                 g = g.reshape((g.shape[0], groups, outputs // groups, math.prod(span.counts)))
@@ -444,8 +449,8 @@ def _input_gradient_kernel(work: LocalWork) -> list[Function]:
                     turned = space.matrix_transpose(weights[(..., *places)])
                     product = space.matmul(turned, g)
                     # The elements of a slice differ, so `+=` adds to each of them once.
-                    found[(..., *slices)] += product.reshape((g.shape[0], wide, *span.counts))
-            return library.linked(library.linked(span.take_out(library, found), g), kernel)
+                    spanned[(..., *slices)] += product.reshape((g.shape[0], wide, *span.counts))
+            return library.linked(library.linked(span.take_out(library, spanned), g), kernel)
 
         return function
 
@@ -494,19 +499,22 @@ def _kernel_gradient_rule(
     """
     rules.counted("convolution_kernel_gradient", shapes, 2)
     x, g = shapes
-    known = {"g": groups, "o": g[1] // groups, "c": x[1] // groups}
-    made, inputs = _name_factors("g", "o", known), _name_factors("g", "c", known)
-    pattern = f"n {inputs} *s, n {made} *s -> {made} {'c' if 'c' in inputs else '_'} *w"
+    factor_sizes = {"g": groups, "o": g[1] // groups, "c": x[1] // groups}
+    outs, inputs = (
+        _name_factors("g", "o", factor_sizes),
+        _name_factors("g", "c", factor_sizes),
+    )
+    pattern = f"n {inputs} *s, n {outs} *s -> {outs} {'c' if 'c' in inputs else '_'} *w"
     # Space may stay sharded, because ranks get the edges of other parts: see `halos`.
-    known |= {f"s{dim}": size for dim, size in enumerate(g[2:])}
-    known |= {f"w{dim}": size for dim, size in enumerate(window)}
+    factor_sizes |= {f"s{dim}": size for dim, size in enumerate(g[2:])}
+    factor_sizes |= {f"w{dim}": size for dim, size in enumerate(window)}
     return rules.from_pattern(
         pattern,
         shapes,
         [(g[1], x[1] // groups, *window)],
         order="ngocsw",
         lengths={"w": len(window)},
-        sizes=known,
+        sizes=factor_sizes,
         reduced="n",
         whole="w",
         moved="s",
@@ -522,8 +530,8 @@ def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
     x_type = work.operands[0]
     sizes = () if x_type is None else x_type.shape[2:]
     reaches = halos.find_reaches(sizes, window, strides, options["padding"], dilation)
-    held = [[(0, one.size) for one in reaches]]
-    windows = [[(0, one.count) for one in reaches]]
+    held = [[(0, reach.size) for reach in reaches]]
+    windows = [[(0, reach.count) for reach in reaches]]
     shapes: list[Any] = [None]
     if work.result_specs and x_type is not None and x_type.spec is not None:
         held, windows = (halos.stretches_of_space(work, number, count) for number in (0, 1))
@@ -537,18 +545,18 @@ def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
             each = x.shape[1] // options["groups"] if shape is None else shape[1]
             groups = x.shape[1] // each if each else 1
             if 0 in (*x.shape, *g.shape, groups):
-                found = library.filled((outputs, each, *window), 0, g)
-                return library.linked(library.linked(found, x), g)
+                zeros = library.filled((outputs, each, *window), 0, g)
+                return library.linked(library.linked(zeros, x), g)
             x = edges.apply(library, x)
             counts = g.shape[2:]
             pixels = x.shape[0] * math.prod(counts)
             # [groups, outputs a group, batch and pixels]
             g = space.moveaxis(g, 0, 1).reshape((groups, outputs // groups, pixels))
-            made = []
+            products = []
             for _, slices in slice_windows(counts, window, strides, dilation):
                 part = space.moveaxis(x[(..., *slices)], 0, 1).reshape((groups, each, pixels))
-                made.append(space.matmul(g, space.matrix_transpose(part)))
-            return space.stack(made, axis=-1).reshape((outputs, each, *window))
+                products.append(space.matmul(g, space.matrix_transpose(part)))
+            return space.stack(products, axis=-1).reshape((outputs, each, *window))
 
         return function
 
@@ -681,11 +689,11 @@ def _pool_kernel(
             x = edges_of(x).apply(library, x, padding_of(x))
             gaps = (1,) * len(window)
             counts = window_sizes(x.shape[lead:], window, strides)
-            found: Any = None
+            pooled: Any = None
             for _, slices in slice_windows(counts, window, strides, gaps):
                 part = x[(..., *slices)]
-                found = part if found is None else combine(found, part)
-            return found
+                pooled = part if pooled is None else combine(pooled, part)
+            return pooled
 
         return function
 
@@ -797,18 +805,18 @@ def _max_gradient_kernel(work: LocalWork) -> list[Function]:
 
     def make(span: _Span, edges: Edges) -> Function:
         def function(g: Any, greatest: Any, x: Any) -> Any:
-            g, greatest = (one[(..., *span.taken)] for one in (g, greatest))
+            g, greatest = (array[(..., *span.taken)] for array in (g, greatest))
             padded = edges.apply(library, x, find_least(library, x))
             lead = g.shape[: len(g.shape) - len(window)]
-            found = library.filled((*lead, *span.lengths), 0, g)
+            spanned = library.filled((*lead, *span.lengths), 0, g)
             nothing = space.zeros_like(g)
             # By a comparison, booleans are on the device of `g` in both libraries.
             is_free = space.ones_like(g) == 1
             for _, slices in slice_windows(span.counts, window, strides, ones):
                 is_it = (padded[(..., *slices)] == greatest) & is_free
                 is_free = is_free & ~is_it
-                found[(..., *slices)] += space.where(is_it, g, nothing)
-            return library.linked(span.take_out(library, found), g)
+                spanned[(..., *slices)] += space.where(is_it, g, nothing)
+            return library.linked(span.take_out(library, spanned), g)
 
         return function
 
@@ -826,10 +834,10 @@ def _avg_gradient_kernel(work: LocalWork) -> list[Function]:
         def function(g: Any) -> Any:
             share = g[(..., *span.taken)] / math.prod(window)
             lead = g.shape[: len(g.shape) - len(window)]
-            found = library.filled((*lead, *span.lengths), 0, g)
+            spanned = library.filled((*lead, *span.lengths), 0, g)
             for _, slices in slice_windows(span.counts, window, strides, ones):
-                found[(..., *slices)] += share
-            return library.linked(span.take_out(library, found), g)
+                spanned[(..., *slices)] += share
+            return library.linked(span.take_out(library, spanned), g)
 
         return function
 
@@ -846,15 +854,15 @@ def _pull_max_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
     padding = step.attributes["padding"]
     lead, places = _list_pool_places(step, g)
     padded, cotangents = _pad(x, lead, padding, -math.inf), _pad(cotangent, lead, padding)
-    found, taken = None, None
+    result, taken = None, None
     for ranges in places:
         hits = e.equal(_take(padded, lead, ranges), greatest)
         # The first of equal elements gets all of the cotangent.
         first = hits if taken is None else e.logical_and(hits, e.logical_not(taken))
         taken = hits if taken is None else e.logical_or(hits, taken)
         part = where(first, _take(cotangents, lead, ranges), 0.0)
-        found = part if found is None else found + part
-    return found
+        result = part if result is None else result + part
+    return result
 
 
 def _list_places(
@@ -874,7 +882,7 @@ def _pad(x: Any, lead: int, padding: Sequence[tuple[int, int]], value: float = 0
 
 
 def _take(x: Any, lead: int, ranges: Ranges) -> Any:
-    return take_ranges(x, {lead + dim: one for dim, one in enumerate(ranges)})
+    return take_ranges(x, {lead + dim: bounds for dim, bounds in enumerate(ranges)})
 
 
 def _list_pool_places(step: TapeStep, g: Any) -> tuple[int, list[Ranges]]:
