@@ -33,7 +33,7 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -76,9 +76,12 @@ class PieceForm(NamedTuple):
         >>> form.strides, form.size_bytes
         ((6, 2, 1), 48)
         """
-        ends = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
-        strides = tuple(ends)[::-1] if shape else ()
-        return cls(dtype, reduction, shape, strides, math.prod(shape) * dtype.itemsize)
+        size_bytes = math.prod(shape) * dtype.itemsize
+        return cls(dtype, reduction, shape, _row_major_strides(shape), size_bytes)
+
+
+def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] if shape else ()
 
 
 class Piece(NamedTuple):
@@ -259,9 +262,6 @@ def cut(
             yield from cut(part, most_bytes, dimension + 1, itemsize)
 
 
-_Lists = list[list[int]]
-# By cell, the tensors of the cell in several similar tensors.
-_Cells = Mapping[int, Sequence[torch.Tensor]]
 PiecesByPair = dict[tuple[int, int], MessagePieces]
 # A step of a pipeline, and a stage in it.
 Place = tuple[int, int]
@@ -404,25 +404,36 @@ class LocalCopy(NamedTuple):
     reduction: str | None
 
 
-class _Place(NamedTuple):
-    """The position of a box in a cell's tensor of given strides: its first element is `ahead`."""
+class _BoxView(NamedTuple):
+    """A box of a local tensor: its strides, and the offset of its first element, in elements."""
 
-    cell: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    ahead: int
+    offset: int
     is_whole: bool
 
-    def views(self, cells: _Cells) -> Sequence[torch.Tensor]:
-        """Return views of the box in similar tensors: the columns of their cells."""
-        wholes = cells[self.cell]
+    def views(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the box in each of several similar tensors."""
         if self.is_whole:
-            return wholes
+            return tensors
         # A single call for each, while `narrow` would take a call for each dimension.
-        shape, strides, ahead = self.shape, self.strides, self.ahead
-        if not ahead:
-            return [one.as_strided(shape, strides) for one in wholes]
-        return [one.as_strided(shape, strides, one.storage_offset() + ahead) for one in wholes]
+        shape, strides, offset = self.shape, self.strides, self.offset
+        if not offset:
+            return [tensor.as_strided(shape, strides) for tensor in tensors]
+        return [
+            tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+            for tensor in tensors
+        ]
+
+
+class _MovedBox(NamedTuple):
+    """A box that a rank receives, sends, or copies from its own source, `local_source`."""
+
+    order: int
+    peer: int
+    box: _BoxView
+    form: PieceForm
+    local_source: _BoxView | None = None
 
 
 # Rows of several similar tensors: the position of each row among all, and its values by column.
@@ -450,32 +461,30 @@ def list_pieces(
     local: defaultdict[int, list[_Rows]] = defaultdict(list)
     kinds = _join_kinds(tensors)
     # The rows of a tensor are adjacent.
-    rows = max((len(one.received) + len(one.sent) for one in kinds), default=0)
+    rows = max((len(kind.received) + len(kind.sent) for kind in kinds), default=0)
     for kind in kinds:
         places, many = np.array(kind.numbers) * rows, len(kind.sources)
-        change = kind.change
-        sources = _list_cells(change.source, rank, kind.sources)
-        targets = _list_cells(change.target, rank, kind.targets)
-        for order, peer, place, kept_from in _list_received(kind.received, sources, targets):
-            # The first contribution is copied into the target, later contributions are combined
-            # with it.
-            reduction = (change.source.reduction or "sum") if order else None
-            views = place.views(targets)
-            if kept_from is not None:
-                copies = views, kept_from.views(sources), [reduction] * many
+        # Tensors of a kind have parts on the same ranks.
+        sources, targets = (
+            cast("Sequence[torch.Tensor]", () if tensors_of[0] is None else tensors_of)
+            for tensors_of in (kind.sources, kind.targets)
+        )
+        ends = [(of[0].dtype, of[0].stride()) if len(of) else None for of in (sources, targets)]
+        into, out = _list_boxes(kind.change, kind.received, kind.sent, rank, *ends, kind.dtype)
+        for order, peer, box, form, local_source in into:
+            views = box.views(targets)
+            if local_source is not None:
+                copies = views, local_source.views(sources), [form.reduction] * many
                 local[order].append((places, copies))
             else:
-                form = PieceForm.of(place.shape, kind.dtype or views[0].dtype, reduction)
                 received[order, peer].append((places, (views, [form] * many)))
             places = places + 1
         # Data sent to several ranks is a single view.
-        known: dict[_Place, tuple[Sequence[torch.Tensor], list[PieceForm]]] = {}
-        for order, peer, place in _list_sent(kind.sent, sources) if with_sent else ():
-            if place not in known:
-                views = place.views(sources)
-                form = PieceForm.of(place.shape, kind.dtype or views[0].dtype)
-                known[place] = views, [form] * many
-            sent[order, peer].append((places, known[place]))
+        known: dict[_BoxView, tuple[Sequence[torch.Tensor], list[PieceForm]]] = {}
+        for order, peer, box, form, _ in out if with_sent else ():
+            if box not in known:
+                known[box] = box.views(sources), [form] * many
+            sent[order, peer].append((places, known[box]))
             places = places + 1
     outgoing, incoming = (
         {pair: MessagePieces(*_sort_rows(rows_of)) for pair, rows_of in by_pair.items()}
@@ -509,16 +518,10 @@ def _join(tensors: Sequence[RankTransfers]) -> RankTransfers:
     )
 
 
-def _list_cells(layout: Layout, rank: int, locals_of: Sequence[torch.Tensor | None]) -> _Cells:
-    """Return the tensors of each cell of a rank, for local tensors of equal layouts."""
-    if len(locals_of) > 1 and locals_of[0] is not None and len(_number_cells(layout, rank)) == 1:
-        return {_number_cells(layout, rank)[0]: cast("Sequence[torch.Tensor]", locals_of)}
-    every = [cells_of(layout, rank, local) for local in locals_of]
-    return {cell: [cells[cell] for cells in every] for cell in every[0]}
-
-
 def _sort_rows(parts: Sequence[_Rows]) -> list[list[Any]]:
     """Return the columns of all rows, in the order of their positions."""
+    if len(parts) == 1 and len(parts[0][0]) == 1:
+        return list(map(list, parts[0][1]))
     order = np.argsort(np.concatenate([places for places, _ in parts]), kind="stable").tolist()
     columns = zip(*(columns for _, columns in parts), strict=True)
     return [
@@ -527,26 +530,76 @@ def _sort_rows(parts: Sequence[_Rows]) -> list[list[Any]]:
     ]
 
 
-def _list_received(
-    rows: Transfers, sources: _Cells, targets: _Cells
-) -> Iterator[tuple[int, int, _Place, _Place | None]]:
-    """Return orders, senders and boxes in the target, and local boxes in the source."""
+# The dtype and strides of a local tensor, or None without a part.
+_LocalForm = tuple[torch.dtype, tuple[int, ...]] | None
+
+
+# Cached, since layers have equal layouts, and training loops repeat redistributions.
+@functools.lru_cache(maxsize=256)
+def _list_boxes(
+    change: LayoutChange,
+    received: Transfers,
+    sent: Transfers,
+    rank: int,
+    source: _LocalForm,
+    target: _LocalForm,
+    dtype: torch.dtype | None,
+) -> tuple[list[_MovedBox], list[_MovedBox]]:
+    """Return the boxes that a rank receives and sends of each tensor of a kind, in order."""
+    into, out = [], []
+    if target is not None and len(received):
+        boxes = _find_boxes(change.target, rank, target[1], received, is_target=True)
+        sources: list[_BoxView | None] = [None] * len(received)
+        if source is not None:
+            local = received.take(received.stays)
+            own = _find_boxes(change.source, rank, source[1], local, is_target=False)
+            for row, box in zip(received.stays.nonzero()[0].tolist(), own, strict=True):
+                sources[row] = box
+        orders, senders = received.order.tolist(), received.source_slot.tolist()
+        for row in schedule.order_transfers(received):
+            # The first contribution is copied into the target, later contributions are combined
+            # with it.
+            reduction = (change.source.reduction or "sum") if orders[row] else None
+            form = PieceForm.of(boxes[row].shape, dtype or target[0], reduction)
+            into.append(_MovedBox(orders[row], senders[row], boxes[row], form, sources[row]))
+    if source is not None and len(sent):
+        boxes = _find_boxes(change.source, rank, source[1], sent, is_target=False)
+        orders, receivers = sent.order.tolist(), sent.target_slot.tolist()
+        for row in schedule.order_transfers(sent):
+            form = PieceForm.of(boxes[row].shape, dtype or source[0])
+            out.append(_MovedBox(orders[row], receivers[row], boxes[row], form))
+    return into, out
+
+
+def _find_boxes(
+    layout: Layout, rank: int, strides: tuple[int, ...], rows: Transfers, *, is_target: bool
+) -> list[_BoxView]:
+    """Return the box of each row in a rank's tensor of given strides."""
+    numbers = _number_cells(layout, rank)
+    wholes = []
+    for cell in numbers:
+        shape = tuple(layout.cell_shape[cell].tolist())
+        if len(numbers) == 1:
+            wholes.append((0, shape, strides))
+        else:
+            # Cells are stored consecutively in a flat tensor.
+            (step,) = strides
+            offset = int(layout.cell_offset[cell]) * step
+            wholes.append((offset, shape, tuple(step * of for of in _row_major_strides(shape))))
+    cells, starts = (
+        (rows.target_cell, rows.target_start)
+        if is_target
+        else (rows.source_cell, rows.source_start)
+    )
+    boxes = []
     # As lists at once: for small tensors, indexing arrays takes most of the time.
-    orders, stays, senders = rows.order.tolist(), rows.stays.tolist(), rows.source_slot.tolist()
-    shapes = rows.shape.tolist()
-    into = rows.target_cell.tolist(), rows.target_start.tolist(), shapes
-    out = rows.source_cell.tolist(), rows.source_start.tolist(), shapes
-    for row in schedule.order_transfers(rows):
-        kept_from = _find_place(sources, out, row) if stays[row] else None
-        yield orders[row], senders[row], _find_place(targets, into, row), kept_from
-
-
-def _list_sent(rows: Transfers, sources: _Cells) -> Iterator[tuple[int, int, _Place]]:
-    """Return orders, receivers and boxes in the source."""
-    orders, receivers = rows.order.tolist(), rows.target_slot.tolist()
-    out = rows.source_cell.tolist(), rows.source_start.tolist(), rows.shape.tolist()
-    for row in schedule.order_transfers(rows) if len(rows) else ():
-        yield orders[row], receivers[row], _find_place(sources, out, row)
+    columns = cells.tolist(), starts.tolist(), map(tuple, rows.shape.tolist())
+    for cell, start, shape in zip(*columns, strict=True):
+        begin, whole, cell_strides = wholes[cell - numbers.start]
+        offset = begin + sum(map(operator.mul, start, cell_strides))
+        is_whole = len(numbers) == 1 and shape == whole
+        boxes.append(_BoxView(shape, cell_strides, offset, is_whole))
+    return boxes
 
 
 def list_messages(
@@ -673,15 +726,6 @@ def _part_directions(transfers: Transfers, rank: int) -> tuple[Transfers, Transf
 def transfers_of(change: LayoutChange, dtype: DType, rank: int) -> Transfers:
     """Return a rank's transfers; cached, since training loops repeat redistributions."""
     return Plan(change.source, change.target, dtype).for_rank(rank)
-
-
-def _find_place(cells: _Cells, columns: tuple[list[int], _Lists, _Lists], row: int) -> _Place:
-    """Return the box of a row in its cell, from columns of cells, offsets and shapes."""
-    numbers, starts, shapes = columns
-    whole, shape = cells[numbers[row]][0], tuple(shapes[row])
-    strides = whole.stride()
-    ahead = sum(map(operator.mul, starts[row], strides))
-    return _Place(numbers[row], shape, strides, ahead, shape == whole.shape)
 
 
 def stage_transfers(
