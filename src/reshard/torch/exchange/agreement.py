@@ -194,14 +194,19 @@ def _raise_difference(intent: CallSignature, group: RankGroup) -> NoReturn:
         for name, part in intent.parts.items()
     ]
     every = gather(json.dumps(None if intent.is_open else own).encode(), group)
-    told = {rank: json.loads(parts) for rank, parts in every.items()}
+    parts_by_rank = {rank: json.loads(parts) for rank, parts in every.items()}
     # Compare only digests, since equal calls may have differently spelled texts.
     pairs = [
         (rank, {name: digest for name, (digest, _) in parts})
-        for rank, parts in told.items()
+        for rank, parts in parts_by_rank.items()
         if parts is not None
     ]
-    texts = {digest: text for parts in told.values() for _, (digest, text) in parts or () if text}
+    texts = {
+        digest: text
+        for parts in parts_by_rank.values()
+        for _, (digest, text) in parts or ()
+        if text
+    }
     names = list(dict.fromkeys(name for _, parts in pairs for name in parts))
     for name in names:
         by_digest: dict[str | None, list[int]] = {}

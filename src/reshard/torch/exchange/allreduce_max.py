@@ -59,12 +59,12 @@ def reduce_near_max(
     near.check_ends()
     count = len(ranks)
     if count <= MAX_BY_FIRST:
-        told = _reduce_by_first(near, numbers.tobytes(), ranks, position, _find_greatest)
-        return np.frombuffer(told, np.int64)
+        maxima = _reduce_by_first(near, numbers.tobytes(), ranks, position, _find_greatest)
+        return np.frombuffer(maxima, np.int64)
 
     def swap(own: IntArray, receiver: int, sender: int) -> IntArray:
-        (told,) = near.swap(own.tobytes(), [ranks[receiver]], [ranks[sender]], PATIENCE_S)
-        return np.frombuffer(told, np.int64)
+        (maxima,) = near.swap(own.tobytes(), [ranks[receiver]], [ranks[sender]], PATIENCE_S)
+        return np.frombuffer(maxima, np.int64)
 
     return _disseminate(numbers, position, count, swap)
 
@@ -122,8 +122,8 @@ def _disseminate(
 ) -> IntArray:
     """Reduce in rounds; `swap` sends the numbers to a rank and returns those of another."""
     for ahead in list_distances(ranks):
-        told = swap(numbers, (position + ahead) % ranks, (position - ahead) % ranks)
-        numbers = np.maximum(numbers, told)
+        received = swap(numbers, (position + ahead) % ranks, (position - ahead) % ranks)
+        numbers = np.maximum(numbers, received)
     return numbers
 
 
@@ -137,12 +137,12 @@ def _reduce_by_first(
     """Return the reduction of all ranks' notes, which the first rank computes for all."""
     first, others = ranks[0], ranks[1:]
     if position:
-        (told,) = near.swap(own, [first], [first])
-        return told
+        (reduced,) = near.swap(own, [first], [first])
+        return reduced
     # No rank has the result before this rank does, so a rank that ends now has failed.
-    told = combine([own, *near.swap(b"", [], others, patience_s=0)])
-    near.swap(told, others, [])
-    return told
+    reduced = combine([own, *near.swap(b"", [], others, patience_s=0)])
+    near.swap(reduced, others, [])
+    return reduced
 
 
 def _find_greatest(notes: Sequence[bytes]) -> bytes:

@@ -280,11 +280,11 @@ class ChangeExchange:
             kept = one.kept[: len(sample)]
             if self._unit == "blocks":
                 kept = one.kept[: -(-sample.nbytes // BLOCK_BYTES)]
-                found = find_digests(sample) != kept
+                changed_words = find_digests(sample) != kept
             else:
-                found = sample != kept
-            looked += len(found)
-            changed += int(np.count_nonzero(found))
+                changed_words = sample != kept
+            looked += len(changed_words)
+            changed += int(np.count_nonzero(changed_words))
         return 2 * changed >= looked
 
     def fail(self) -> None:
@@ -299,11 +299,11 @@ class ChangeExchange:
         for sent in self._sent_once:
             sent.left = sent.users
             sent.payload = None
-        incoming = [(peer, one) for peer, one in self._messages if isinstance(one, _Received)]
+        incoming = [(peer, part) for peer, part in self._messages if isinstance(part, _Received)]
         asked = turn = 0
-        for peer, one in self._messages:
-            if isinstance(one, _Sent):
-                self._send(peer, one)
+        for peer, part in self._messages:
+            if isinstance(part, _Sent):
+                self._send(peer, part)
                 continue
             # Heads are small: wait for some of them ahead, in the order of the messages.
             while asked < min(len(incoming), turn + _HEADS_AHEAD):
@@ -313,28 +313,28 @@ class ChangeExchange:
                 asked += 1
             self._heads[0].wait()
             self._heads.popleft()
-            self._receive(peer, one)
+            self._receive(peer, part)
             turn += 1
         while self._arriving:
             self._complete_arrival()
         while self._sends:
             self._complete_send()
 
-    def _send(self, peer: int, one: _Sent) -> None:
-        if one.left == one.users:
-            self._find_changes(one)
-        elif one.coding == Coding.WHOLE and self._unit == "blocks":
+    def _send(self, peer: int, sent: _Sent) -> None:
+        if sent.left == sent.users:
+            self._find_changes(sent)
+        elif sent.coding == Coding.WHOLE and self._unit == "blocks":
             # Pack again, since another message may have used the slot.
-            self._pack(one)
-        one.left -= 1
-        data, slot = one.data.view(np.uint8), one.slot
-        if one.payload is not None:
-            data, slot = one.payload, None
+            self._pack(sent)
+        sent.left -= 1
+        data, slot = sent.data.view(np.uint8), sent.slot
+        if sent.payload is not None:
+            data, slot = sent.payload, None
         elif self._unit == "elements":
             # Send the kept copy, which has the same elements, so that the slot is free again.
-            data, slot = one.kept.view(np.uint8), None
-        size_bytes = 0 if one.coding == _NOTHING else len(data)
-        head = np.array([one.coding, one.words, size_bytes], np.int64)
+            data, slot = sent.kept.view(np.uint8), None
+        size_bytes = 0 if sent.coding == _NOTHING else len(data)
+        head = np.array([sent.coding, sent.words, size_bytes], np.int64)
         # Keep works only in the queue: an error's frames would keep their connections open.
         for part, tag in ((head, _HEAD_TAG), (data, _PAYLOAD_TAG)):
             if part is head or size_bytes:
@@ -342,74 +342,74 @@ class ChangeExchange:
                 self._sends.append((sending, slot, part))
                 del sending
         self.sent_bytes += head.nbytes + size_bytes
-        if not one.left:
-            one.payload = None
+        if not sent.left:
+            sent.payload = None
         while len(self._sends) > 2 * _SLOTS:
             self._complete_send()
 
-    def _pack(self, one: _Sent) -> None:
+    def _pack(self, sent: _Sent) -> None:
         """Pack into its slot, after the previous send from the slot is complete."""
-        if one.slot is None:
+        if sent.slot is None:
             return
-        while any(slot == one.slot for _, slot, _ in self._sends):
+        while any(slot == sent.slot for _, slot, _ in self._sends):
             self._complete_send()
-        for copy in one.copies:
+        for copy in sent.copies:
             copy()
 
-    def _find_changes(self, one: _Sent) -> None:
-        self._pack(one)
-        one.coding, one.words, one.payload = Coding.WHOLE, len(one.data), None
-        changed = self._compare(one)
+    def _find_changes(self, sent: _Sent) -> None:
+        self._pack(sent)
+        sent.coding, sent.words, sent.payload = Coding.WHOLE, len(sent.data), None
+        changed = self._compare(sent)
         if changed is None:
             return
-        encoded = encode_words(changed, one.data, None, compressed=False)
+        encoded = encode_words(changed, sent.data, None, compressed=False)
         if encoded is None:
-            one.coding, one.words = _NOTHING, 0
+            sent.coding, sent.words = _NOTHING, 0
         elif encoded.coding is not Coding.WHOLE:
-            one.coding, one.words = encoded.coding, encoded.words
+            sent.coding, sent.words = encoded.coding, encoded.words
             # Torch requires writable memory.
-            one.payload = np.frombuffer(bytearray(encoded.payload), np.uint8)
+            sent.payload = np.frombuffer(bytearray(encoded.payload), np.uint8)
 
-    def _compare(self, one: _Sent) -> NDArray[np.bool_] | None:
+    def _compare(self, sent: _Sent) -> NDArray[np.bool_] | None:
         """Return which packed words differ from those kept, and replace these; None for all.
 
         Shape `(words,)`.
         """
         if self._unit == "elements":
-            changed = None if self.is_whole else one.data != one.kept
+            changed = None if self.is_whole else sent.data != sent.kept
             if changed is None or changed.any():
-                one.kept[:] = one.data
+                sent.kept[:] = sent.data
             return changed
-        found = find_digests(one.data)
-        changed = None if self.is_whole else found != one.kept
-        one.kept[:] = found
+        digests = find_digests(sent.data)
+        changed = None if self.is_whole else digests != sent.kept
+        sent.kept[:] = digests
         if changed is None:
             return None
-        return np.repeat(changed, BLOCK_BYTES // one.data.itemsize)[: len(one.data)]
+        return np.repeat(changed, BLOCK_BYTES // sent.data.itemsize)[: len(sent.data)]
 
-    def _receive(self, peer: int, one: _Received) -> None:
+    def _receive(self, peer: int, received: _Received) -> None:
         """Begin to receive a message whose head has arrived."""
-        coding, _, size_bytes = one.head.tolist()
-        whole_bytes = one.message.size_bytes
+        coding, _, size_bytes = received.head.tolist()
+        whole_bytes = received.message.size_bytes
         is_whole = coding == Coding.WHOLE
         is_right = {_NOTHING: size_bytes == 0, Coding.WHOLE: size_bytes == whole_bytes}
         if not is_right.get(coding, coding in [*Coding] and 0 < size_bytes <= whole_bytes):
             raise RunError(
-                f"{one.label}: {size_bytes} bytes of coding {coding} for a message of {whole_bytes}"
-                "; both ends need the same release of reshard"
+                f"{received.label}: {size_bytes} bytes of coding {coding} for a message of "
+                f"{whole_bytes}; both ends need the same release of reshard"
             )
-        self.received_bytes += one.head.nbytes + size_bytes
+        self.received_bytes += received.head.nbytes + size_bytes
         if coding == _NOTHING:
             return
         while len(self._arriving) >= _SLOTS:
             self._complete_arrival()
-        into = one.direct if is_whole else None
+        into = received.direct if is_whole else None
         if into is None:
             # Received messages use the slots in turn.
             into = self._slots[_SLOTS + self._arrivals % _SLOTS][:size_bytes]
         self._arrivals += 1
-        one.buffer = into
-        self._arriving.append((self._group.receive(into, peer, _PAYLOAD_TAG), one))
+        received.buffer = into
+        self._arriving.append((self._group.receive(into, peer, _PAYLOAD_TAG), received))
 
     def _complete_send(self) -> None:
         self._sends[0][0].wait()
@@ -417,25 +417,25 @@ class ChangeExchange:
 
     def _complete_arrival(self) -> None:
         self._arriving[0][0].wait()
-        one = self._arriving.popleft()[1]
-        coding, words, _ = one.head.tolist()
-        buffer, one.buffer = one.buffer, None
-        if buffer is None or buffer is one.direct:
+        received = self._arriving.popleft()[1]
+        coding, words, _ = received.head.tolist()
+        buffer, received.buffer = received.buffer, None
+        if buffer is None or buffer is received.direct:
             return
         if coding == Coding.WHOLE:
             for piece, part in zip(
-                one.message.pieces, _cut_packed(one.message, buffer), strict=True
+                received.message.pieces, _cut_packed(received.message, buffer), strict=True
             ):
                 copier(piece.view, part)()
             return
         try:
             chosen, values = read_changes(
-                buffer.numpy(), coding, words, one.total, one.itemsize, one.label
+                buffer.numpy(), coding, words, received.total, received.itemsize, received.label
             )
         except FormatError as error:
             raise RunError(str(error)) from error
         if chosen is not None:
-            _write_words(one, chosen, np.frombuffer(values.tobytes(), f"u{one.itemsize}"))
+            _write_words(received, chosen, np.frombuffer(values.tobytes(), f"u{received.itemsize}"))
 
 
 def find_digests(words: NDArray[Any]) -> NDArray[Any]:
@@ -467,22 +467,22 @@ def _prepare_received(itemsize: int, message: RankMessage) -> _Received:
     return _Received(message, label, itemsize, begins, words, message.direct)
 
 
-def _write_words(one: _Received, chosen: NDArray[Any], values: NDArray[Any]) -> None:
+def _write_words(received: _Received, chosen: NDArray[Any], values: NDArray[Any]) -> None:
     """Write words, selected by positions or a mask, into the pieces that contain them."""
     parts = list_positions(chosen) if chosen.dtype == bool else [(slice(0, None), chosen)]
     at = 0
     for part, places in parts:
         here = places + part.start
-        edges = np.searchsorted(here, one.begins)
+        edges = np.searchsorted(here, received.begins)
         for number in np.flatnonzero(np.diff(edges)).tolist():
             low, high = edges[number], edges[number + 1]
-            piece, words = one.message.pieces[number], one.words[number]
+            piece, words = received.message.pieces[number], received.words[number]
             new = values[at + low : at + high]
             if piece.view.dtype is not piece.dtype:
-                travelled = torch.from_numpy(new.view(f"i{one.itemsize}").copy())
+                travelled = torch.from_numpy(new.view(f"i{received.itemsize}").copy())
                 cast = travelled.view(piece.dtype).to(piece.view.dtype)
                 new = cast.view(WORDS[cast.element_size()]).numpy()
-            within = here[low:high] - one.begins[number]
+            within = here[low:high] - received.begins[number]
             if words.flags.c_contiguous:
                 words.reshape(-1)[within] = new
             else:

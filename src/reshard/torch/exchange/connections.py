@@ -95,21 +95,21 @@ class Connections:
         """
         own, count = self._group.rank(), self._group.size()
         # The tensors of the ranks from this rank on.
-        found = torch.empty((count, *tensor.shape), dtype=tensor.dtype)
-        found[0] = tensor
+        tensors = torch.empty((count, *tensor.shape), dtype=tensor.dtype)
+        tensors[0] = tensor
         messages: list[Message] = []
         have = 1
         try:
             while have < count:
                 more = min(have, count - have)
-                coming = found[have : have + more]
-                messages.append(self.send([found[:more]], (own - have) % count, _TOLD_TAG))
+                coming = tensors[have : have + more]
+                messages.append(self.send([tensors[:more]], (own - have) % count, _TOLD_TAG))
                 messages.append(self.recv([coming], (own + have) % count, _TOLD_TAG))
                 _wait_for_all(messages, until_s)
                 have += more
         finally:
             messages.clear()
-        return [found[(rank - own) % count] for rank in range(count)]
+        return [tensors[(rank - own) % count] for rank in range(count)]
 
     def is_closed(self, rank: int) -> bool:
         """Return whether no more messages can arrive from a rank."""

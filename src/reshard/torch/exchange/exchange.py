@@ -145,23 +145,24 @@ class ExchangeStep:
     @property
     def only_sends(self) -> bool:
         """Whether it neither receives nor combines anything."""
-        return not self.copies and all(one.message.is_sent for one in self.messages)
+        return not self.copies and all(staged.message.is_sent for staged in self.messages)
 
     def describe(self) -> dict[str, Any]:
         """Return its messages for a timeline."""
         return {
-            f"{'to' if one.message.is_sent else 'from'} rank {one.message.peer}, bytes": (
-                one.message.size_bytes
+            f"{'to' if staged.message.is_sent else 'from'} rank {staged.message.peer}, bytes": (
+                staged.message.size_bytes
             )
-            for one in self.messages
+            for staged in self.messages
         }
 
     def begin_tracing(self) -> None:
         """Record that its messages are in flight, if a timeline is recorded."""
         if (timeline := current_timeline()) is not None:
-            for one in self.messages:
-                name = f"message {'to' if one.message.is_sent else 'from'} rank {one.message.peer}"
-                details: Details = functools.partial(dict, bytes=one.message.size_bytes)
+            for staged in self.messages:
+                message = staged.message
+                name = f"message {'to' if message.is_sent else 'from'} rank {message.peer}"
+                details: Details = functools.partial(dict, bytes=message.size_bytes)
                 self.traced.append((name, timeline.begin_message(name, details)))
 
     def end_tracing(self) -> None:
@@ -354,14 +355,14 @@ class MessageExchange:
             message_bytes,
             1 if self._is_grouped else _IN_A_TURN,
             by_region,
-            None if like is None else [one.message for one in like.list_sent()],
+            None if like is None else [staged.message for staged in like.list_sent()],
         )
         self._partial = [
-            one
-            for one in tensors
-            if max(one.change.source.contributions, one.change.target.contributions) > 1
+            tensor
+            for tensor in tensors
+            if max(tensor.change.source.contributions, tensor.change.target.contributions) > 1
         ]
-        self._copies = copiers((one.target, one.source) for one in copies)
+        self._copies = copiers((copy.target, copy.source) for copy in copies)
         self.sent_bytes = sum(m.size_bytes for m in messages if m.is_sent)
         self.received_bytes = sum(m.size_bytes for m in messages if not m.is_sent)
         # Exchanges of a group run one at a time, so that they can share memory to send.
@@ -369,7 +370,7 @@ class MessageExchange:
         sent = before.list_sent() if before is not None else ()
         self._steps = self._list_steps(messages, combinations, sent)
         self._choose_spans()
-        self._is_pipeline = any(one.place != FIRST_PLACE for one in tensors)
+        self._is_pipeline = any(tensor.place != FIRST_PLACE for tensor in tensors)
         # Half of the memory is for what arrives: a rank that sends must not starve its receives.
         most_bytes = extra_bytes // 2 // schedule.ALIGNMENT_BYTES * schedule.ALIGNMENT_BYTES
         self._slots = [
@@ -384,7 +385,7 @@ class MessageExchange:
                     message.buffer = message.message.direct
         if self._is_pipeline:
             _follow_arrivals(self._steps)
-        self.extra_bytes = sum(one.size_bytes for one in self._slots)
+        self.extra_bytes = sum(slots.size_bytes for slots in self._slots)
         # Grouped messages are posted in the same order on all ranks; otherwise sends and receives
         # are independent.
         self._lanes: tuple[list[ExchangeStep], list[ExchangeStep]] = ([], [])
@@ -400,7 +401,9 @@ class MessageExchange:
 
     def list_sent(self) -> list[StagedMessage]:
         """Return the messages that this rank sends."""
-        return [one for step in self._steps for one in step.messages if one.message.is_sent]
+        return [
+            staged for step in self._steps for staged in step.messages if staged.message.is_sent
+        ]
 
     def _find_carrier(self, message: RankMessage) -> Carrier:
         near = self._shared
@@ -448,10 +451,10 @@ class MessageExchange:
     ) -> MessageSlots:
         """Allocate the slots of a direction, in half of the memory."""
         messages = [
-            one.message
+            staged.message
             for step in self._steps
-            for one in step.messages
-            if one.message.is_sent is is_sent and self._is_staged(one)
+            for staged in step.messages
+            if staged.message.is_sent is is_sent and self._is_staged(staged)
         ]
         are_shared = is_sent and not self._is_grouped
         is_lent = is_sent and any(self._find_carrier(message).lends for message in messages)
@@ -484,14 +487,17 @@ class MessageExchange:
     ) -> list[ExchangeStep]:
         """Return steps in the order of all messages; `sent` are messages prepared elsewhere."""
         nothing = torch.empty(0, dtype=torch.uint8)
-        known = {id(one.message): one for one in sent}
+        prepared = {id(staged.message): staged for staged in sent}
         # This rank's own contribution is combined in its turn, as if it had arrived.
         steps = [ExchangeStep(key, order, copies=copies) for key, order, copies in combinations]
         # Grouped messages are posted with all others of their turn, other messages separately.
         digits = 4 if self._is_grouped else None
         for key, group in itertools.groupby(messages, lambda message: message.key[:digits]):
-            prepared = [known.get(id(one)) or StagedMessage(one, nothing, []) for one in group]
-            steps.append(ExchangeStep(key, prepared[0].message.order, prepared))
+            of_step = [
+                prepared.get(id(message)) or StagedMessage(message, nothing, [])
+                for message in group
+            ]
+            steps.append(ExchangeStep(key, of_step[0].message.order, of_step))
         return sorted(steps, key=lambda step: step.key)
 
     @property
@@ -567,8 +573,8 @@ class MessageExchange:
         self.has_failed = True
         for step in self._steps:
             step.works.clear()
-            for one in step.messages:
-                one.leave()
+            for staged in step.messages:
+                staged.leave()
 
     def _post_what_can_be(self) -> list[ExchangeStep]:
         """Post steps; return the first step of each direction that has to wait for a slot."""
@@ -585,9 +591,9 @@ class MessageExchange:
 
     def _post(self, step: ExchangeStep) -> None:
         with span("pack", step.describe):
-            for one in step.messages:
-                if one.message.is_sent:
-                    for pack in one.copies:
+            for staged in step.messages:
+                if staged.message.is_sent:
+                    for pack in staged.copies:
                         pack()
         step.begin_tracing()
         try:
@@ -595,8 +601,8 @@ class MessageExchange:
                 together = [(m.message.is_sent, m.buffer, m.message.peer) for m in step.messages]
                 step.works = self._group.post_together(together)
                 return
-            for one in step.messages:
-                step.works.append(self._begin(one))
+            for staged in step.messages:
+                step.works.append(self._begin(staged))
         except RuntimeError as error:
             raise LostMessageError(str(error)) from error
 
@@ -641,15 +647,15 @@ class MessageExchange:
             raise LostMessageError("a rank of this group failed")
         step.end_tracing()
         with span("unpack", step.describe):
-            for one in step.messages:
-                if not one.message.is_sent:
+            for staged in step.messages:
+                if not staged.message.is_sent:
                     try:
-                        one.unpack()
+                        staged.unpack()
                     except ProcessLookupError as error:
                         raise LostMessageError(str(error)) from error
-                    if one.near is not None:
-                        self._give_back(one.near)
-                        one.near = None
+                    if staged.near is not None:
+                        self._give_back(staged.near)
+                        staged.near = None
             for target, source, reduction in step.copies:
                 if reduction is None:
                     target.copy_(source)
@@ -667,15 +673,15 @@ class MessageExchange:
 def _follow_arrivals(steps: Sequence[ExchangeStep]) -> None:
     """Let forwarded messages depend on those of earlier stages with the same part of a pipeline."""
     arriving: dict[Place, list[ExchangeStep]] = {}
-    for one in steps:
-        if not one.only_sends:
-            arriving.setdefault(one.place, []).append(one)
-    for one in steps:
-        step, stage = one.place
-        if any(message.message.is_sent for message in one.messages):
+    for step in steps:
+        if not step.only_sends:
+            arriving.setdefault(step.place, []).append(step)
+    for step in steps:
+        turn, stage = step.place
+        if any(staged.message.is_sent for staged in step.messages):
             for earlier in range(stage):
-                one.follows += arriving.get(
-                    (step - schedule.STEPS_BETWEEN_STAGES * (stage - earlier), earlier), ()
+                step.follows += arriving.get(
+                    (turn - schedule.STEPS_BETWEEN_STAGES * (stage - earlier), earlier), ()
                 )
 
 
@@ -703,11 +709,11 @@ def limit_messages(tensors: Iterable[RankTransfers], extra_bytes: int, peers: in
     # The sizes of transfers only matter if messages are small.
     if message_bytes < schedule.SMALL_MESSAGE_BYTES:
         moved = [0, 0]
-        for one in tensors:
-            local = one.targets[0] if one.sources[0] is None else one.sources[0]
-            if (dtype := one.dtype or (None if local is None else local.dtype)) is not None:
-                for way, rows in enumerate((one.sent, one.received)):
-                    elements = int(rows.moving.elements.sum()) * len(one.sources)
+        for tensor in tensors:
+            local = tensor.targets[0] if tensor.sources[0] is None else tensor.sources[0]
+            if (dtype := tensor.dtype or (None if local is None else local.dtype)) is not None:
+                for way, rows in enumerate((tensor.sent, tensor.received)):
+                    elements = int(rows.moving.elements.sum()) * len(tensor.sources)
                     moved[way] += elements * dtype.itemsize
         schedule.limit_message_bytes(extra_bytes, peers, max(moved))
     return message_bytes

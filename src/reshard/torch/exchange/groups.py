@@ -92,21 +92,21 @@ class RankGroup:
     def __init__(
         self,
         meeting: Rendezvous,
-        given: dist.ProcessGroup | None,
+        process_group: dist.ProcessGroup | None,
         *,
         compares_threads: bool = True,
     ) -> None:
         self._compares_threads = compares_threads
         self._meeting = meeting
         # When torch destroys a group, its cached objects are released.
-        self._found_by = None if given is None else weakref.ref(given)
-        self.is_fake = given is not None and dist.get_backend(given) == "fake"
+        self._found_by = None if process_group is None else weakref.ref(process_group)
+        self.is_fake = process_group is not None and dist.get_backend(process_group) == "fake"
         peers = meeting.peers
         self.position = meeting.position
         self.hosts = tuple(peer.host for peer in peers)
         self.generation = meeting.generation
         self.is_across_jobs = len({peer.job for peer in peers}) > 1
-        is_numbered = given is not None and not self.is_across_jobs
+        is_numbered = process_group is not None and not self.is_across_jobs
         self.ranks = tuple(peer.home_rank if is_numbered else n for n, peer in enumerate(peers))
         self.rank = self.ranks[self.position]
         self._positions = {rank: position for position, rank in enumerate(self.ranks)}
@@ -135,14 +135,17 @@ class RankGroup:
 
     def _share_memory(self, timeout_s: float) -> None:
         with self.errors("nothing was moved"):
-            found, is_complete = connect_shared_memory(
+            sockets_by_position, is_complete = connect_shared_memory(
                 self.position, len(self.ranks), timeout_s, self.all_gather
             )
-            ratios = connect_direct_reads(found, self.position, self.all_gather)
+            ratios = connect_direct_reads(sockets_by_position, self.position, self.all_gather)
             own = torch.frombuffer(bytearray(seen_devices()), dtype=torch.uint8)
-            seen = {bytes(one.numpy()) for one in self.all_gather(own)}
-        if found:
-            sockets = {self.ranks[position]: one for position, one in found.items()}
+            seen = {bytes(devices.numpy()) for devices in self.all_gather(own)}
+        if sockets_by_position:
+            sockets = {
+                self.ranks[position]: connected
+                for position, connected in sockets_by_position.items()
+            }
             devices = DeviceMemory() if len(seen) == 1 and NO_DEVICES not in seen else None
             self.shared_memory = SharedMemory(sockets, timeout_s, is_complete, devices, ratios)
             # Only waits for connections check the watch for unreachable peers.
@@ -151,10 +154,10 @@ class RankGroup:
 
     @property
     def _given(self) -> dist.ProcessGroup | None:
-        found = None if self._found_by is None else self._found_by()
-        if found is None and self._found_by is not None:
+        process_group = None if self._found_by is None else self._found_by()
+        if process_group is None and self._found_by is not None:
             raise RunError("the process group was destroyed; make another, and prepare anew")
-        return found
+        return process_group
 
     @property
     def has_failed(self) -> bool:
@@ -256,7 +259,7 @@ class RankGroup:
         if thread not in self._threads:
             self._threads.add(thread)
             # Threads that have ended do not call again, so later calls need not look.
-            self._has_threads |= sum(one.is_alive() for one in list(self._threads)) > 1
+            self._has_threads |= sum(other.is_alive() for other in list(self._threads)) > 1
         with self._turn:
             yield
 
@@ -278,8 +281,8 @@ class RankGroup:
         else:
             ends = self.position, len(self.ranks), self._find_end_s()
             most = reduce_far_max(self._connections(), most, *ends)
-        found: list[int] = most.tolist()
-        return found
+        values: list[int] = most.tolist()
+        return values
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
         """Broadcast a CPU tensor of rank `sender` in place."""
@@ -297,14 +300,14 @@ class RankGroup:
         is_small = 0 < len(self.ranks) * tensor.nbytes <= MAX_NOTE_BYTES
         if self._near is not None and is_small and len(self.ranks) <= MAX_BY_FIRST:
             own = bytes_of(tensor.view(torch.uint8))
-            told = gather_near(self._near, own, self.ranks, self.position)
-            every = tensor_of(told).view(tensor.dtype)
-            return list(every.view(len(self.ranks), *tensor.shape))
+            gathered = gather_near(self._near, own, self.ranks, self.position)
+            words = tensor_of(gathered).view(tensor.dtype)
+            return list(words.view(len(self.ranks), *tensor.shape))
         if isinstance(connections, Connections):
             return connections.all_gather(tensor, self._find_end_s())
-        found = [torch.empty_like(tensor) for _ in self.ranks]
-        connections.allgather([found], [tensor]).wait()
-        return found
+        tensors = [torch.empty_like(tensor) for _ in self.ranks]
+        connections.allgather([tensors], [tensor]).wait()
+        return tensors
 
     def _find_end_s(self) -> float:
         """Return the deadline of an operation that begins now.
@@ -333,7 +336,7 @@ class RankGroup:
         return self.shared_memory.staging_memory(size_bytes, device)
 
     def swap_bytes(
-        self, given: Mapping[int, bytes], expected_bytes: Mapping[int, int]
+        self, sent: Mapping[int, bytes], expected_bytes: Mapping[int, int]
     ) -> dict[int, bytes]:
         """Send bytes to other ranks, and return the expected number of bytes from each."""
         received = {
@@ -342,7 +345,7 @@ class RankGroup:
         # As in `allreduce_max`.
         works: list[Any] = []
         try:
-            for rank, data in given.items():
+            for rank, data in sent.items():
                 works.append(self.send(tensor_of(data), rank))
             for rank, into in received.items():
                 works.append(self.receive(into, rank))
@@ -375,10 +378,10 @@ class RankGroup:
         return self._connections() if device.type == "cpu" else self._given
 
     def _connections(self) -> Any:
-        found = self._transport
-        if found is None:
+        transport = self._transport
+        if transport is None:
             raise RunError("a rank of this group failed before")
-        return found
+        return transport
 
     @contextmanager
     def errors(self, otherwise: str) -> Iterator[None]:
@@ -476,18 +479,18 @@ def rank_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
     if isinstance(group, RankGroup):
         return group
     check_member(group)
-    given = group or dist.group.WORLD
-    found = _MET.get(given)
-    if found is not None and not found.has_failed:
-        return found
+    process_group = group or dist.group.WORLD
+    met = _MET.get(process_group)
+    if met is not None and not met.has_failed:
+        return met
     with _LOCK:
-        turn = _MEETS.setdefault(given, threading.Lock())
+        turn = _MEETS.setdefault(process_group, threading.Lock())
     # If several threads call this first, a single thread meets the other ranks.
     with turn:
-        found = _MET.get(given)
-        if found is None or found.has_failed:
-            found = _MET[given] = RankGroup(meet(given), given)
-    return found
+        met = _MET.get(process_group)
+        if met is None or met.has_failed:
+            met = _MET[process_group] = RankGroup(meet(process_group), process_group)
+    return met
 
 
 def check_member(group: dist.ProcessGroup | None) -> None:
@@ -517,13 +520,13 @@ def real_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
                 f"inside {name} tensors have no elements of their own, so nothing can be moved; "
                 "leave the mode, or plan without elements: reshard.plan, reshard.spmd.trace"
             )
-    found = rank_group(group)
-    if found.is_fake:
+    result = rank_group(group)
+    if result.is_fake:
         raise UsageError(
             "a group of the backend 'fake' has no other ranks, so nothing can be moved; use a real "
             "backend such as gloo, or plan without ranks: reshard.plan, reshard.spmd.trace"
         )
-    return found
+    return result
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -533,11 +536,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     has none for the device.
     """
     try:
-        found = group._get_backend(torch.device(device.type))
+        backend = group._get_backend(torch.device(device.type))
     except RuntimeError as error:
-        types = sorted(one.type for one in group._device_types)
+        types = sorted(device_type.type for device_type in group._device_types)
         raise UsageError(
             f"the group has no backend for tensors on {device.type}, but for {', '.join(types)}; "
             "make it with backend='cpu:gloo,cuda:nccl', or with none named"
         ) from error
-    return str(found.name()).lower()
+    return str(backend.name()).lower()

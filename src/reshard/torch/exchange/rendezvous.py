@@ -111,15 +111,19 @@ class Rendezvous:
             device = dist.ProcessGroupGloo.create_default_device()
         options._devices = [device]
         try:
-            found = self._connect_watched(own, options)
+            connections = self._connect_watched(own, options)
         except BaseException as error:
             self.leave_note("" if isinstance(error, RuntimeError) else str(error))
             if isinstance(error, RuntimeError):
                 raise RunError(f"nothing was moved: ranks cannot connect ({error})") from error
             raise
         # The shorter timeout was for connecting; messages have that of the group.
-        found._set_default_timeout(self.timeout)
-        return Connections(found, self.watch.find_silent) if self.watch else Connections(found)
+        connections._set_default_timeout(self.timeout)
+        return (
+            Connections(connections, self.watch.find_silent)
+            if self.watch
+            else Connections(connections)
+        )
 
     def _connect_watched(self, store: Any, options: Any) -> Any:
         """Return gloo's connections. Raises RuntimeError if they fail, or a rank is lost."""
@@ -198,11 +202,13 @@ def meet(group: dist.ProcessGroup) -> Rendezvous:
         generation = (store.add("arrivals", 1) - 1) // group.size()
     except RuntimeError as error:
         raise _describe_loss(error) from error
-    found = meet_at(store, position, group.size(), timeout, generation, lambda: "".join(losses))
+    rendezvous = meet_at(
+        store, position, group.size(), timeout, generation, lambda: "".join(losses)
+    )
     if is_probed:
         # All ranks have arrived and probed, so later calls of the group follow the probes.
         thread.join()
-    return found
+    return rendezvous
 
 
 def meet_at(
@@ -252,8 +258,8 @@ def meet_at(
         if isinstance(error, RuntimeError | ValueError | TypeError):
             raise _describe_loss(error) from error
         raise
-    found = tuple(peers[number] for number in range(ranks))
-    return Rendezvous(found, position, generation, timeout, store, None, address, watch)
+    peers_of = tuple(peers[number] for number in range(ranks))
+    return Rendezvous(peers_of, position, generation, timeout, store, None, address, watch)
 
 
 def peer_key(generation: int, position: int) -> str:
@@ -266,22 +272,22 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     # Among several backends, the timeout of the CPU's is used.
     for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
         try:
-            found = group._get_backend(device).options._timeout
+            timeout = group._get_backend(device).options._timeout
         except (RuntimeError, AttributeError):
             continue
-        if isinstance(found, datetime.timedelta):
-            return found
+        if isinstance(timeout, datetime.timedelta):
+            return timeout
     return None
 
 
 def _find_store(group: dist.ProcessGroup) -> Any:
     """Return a process group's store, or None if it has none or is fake."""
     try:
-        found = group.get_group_store()
-        found.check([_PREFIX])
+        store = group.get_group_store()
+        store.check([_PREFIX])
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
-    return dist.PrefixStore(_PREFIX, found)
+    return dist.PrefixStore(_PREFIX, store)
 
 
 def _name_job() -> str:
@@ -291,10 +297,10 @@ def _name_job() -> str:
         return own
     try:
         # The first rank that arrives sets the name.
-        found = dist.distributed_c10d._get_default_store().compare_set(f"{_PREFIX}/job", "", own)
+        name = dist.distributed_c10d._get_default_store().compare_set(f"{_PREFIX}/job", "", own)
     except (RuntimeError, NotImplementedError):
         return own
-    return str(found.decode())
+    return str(name.decode())
 
 
 def _find_home_rank() -> int:
@@ -341,9 +347,9 @@ def _find_causes(
     except RuntimeError:
         # The store ended with its process.
         silent = [n for n, peer in peers.items() if _has_ended(peer)]
-    told = [f"{_describe(n, ranks, peers)}: {note}" for n, note in sorted(notes.items()) if note]
-    if told:
-        return "; ".join(told)
+    causes = [f"{_describe(n, ranks, peers)}: {note}" for n, note in sorted(notes.items()) if note]
+    if causes:
+        return "; ".join(causes)
     names = first_text([_describe(number, ranks, peers) for number in silent], _SHOWN)
     return f"{names} does not answer, or its process has ended" if silent else ""
 

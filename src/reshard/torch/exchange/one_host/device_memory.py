@@ -69,22 +69,24 @@ class DeviceMemory:
         storage: Any = memory.untyped_storage()
         number, handle, size, offset, counter, place, event, waits = storage._share_cuda_()
         (uuid,) = (uuid for uuid, at in _numbers().items() if at == number)
-        told = {"uuid": uuid, "size": size, "offset": offset, "place": place, "waits": waits}
-        told |= dict(zip(_BYTES, (one.hex() for one in (handle, counter, event)), strict=True))
-        return json.dumps(told).encode()
+        handle_json = {"uuid": uuid, "size": size, "offset": offset, "place": place, "waits": waits}
+        handle_json |= dict(
+            zip(_BYTES, (part.hex() for part in (handle, counter, event)), strict=True)
+        )
+        return json.dumps(handle_json).encode()
 
-    def open(self, told: bytes) -> torch.Tensor:
+    def open(self, data: bytes) -> torch.Tensor:
         """Open another process's memory. Raise RuntimeError for an invalid handle."""
         try:
-            found = json.loads(told)
-            handle, counter, event = (bytes.fromhex(found[name]) for name in _BYTES)
-            number = _numbers()[found["uuid"]]
-            given = number, handle, int(found["size"]), int(found["offset"])
-            counted = counter, int(found["place"]), event, bool(found["waits"])
+            described = json.loads(data)
+            handle, counter, event = (bytes.fromhex(described[name]) for name in _BYTES)
+            number = _numbers()[described["uuid"]]
+            key = number, handle, int(described["size"]), int(described["offset"])
+            counted = counter, int(described["place"]), event, bool(described["waits"])
         except (ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"another rank's memory has no handle: {error!r}") from error
         kind: Any = torch.UntypedStorage
-        storage = kind._new_shared_cuda(*given, *counted)
+        storage = kind._new_shared_cuda(*key, *counted)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def mark(self) -> None:
@@ -99,11 +101,11 @@ class DeviceMemory:
         (uuid,) = (uuid for uuid, at in _numbers().items() if at == self._device.index)
         return json.dumps({"uuid": uuid, "event": self._event.ipc_handle().hex()}).encode()
 
-    def open_mark(self, told: bytes) -> Any:
+    def open_mark(self, data: bytes) -> Any:
         """Open another process's event. Raise RuntimeError for an invalid handle."""
         try:
-            found = json.loads(told)
-            event, number = bytes.fromhex(found["event"]), _numbers()[found["uuid"]]
+            described = json.loads(data)
+            event, number = bytes.fromhex(described["event"]), _numbers()[described["uuid"]]
         except (ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"another rank's mark has no handle: {error!r}") from error
         return torch.cuda.Event.from_ipc_handle(torch.device("cuda", number), event)

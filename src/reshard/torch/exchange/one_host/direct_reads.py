@@ -179,7 +179,7 @@ def connect_direct_reads(
         RunError: `RESHARD_DIRECT_READS` is "always", but a rank cannot read another.
     """
     mode = _read_mode()
-    processes = {other: find_peer_process(one) for other, one in sockets.items()}
+    processes = {other: find_peer_process(connected) for other, connected in sockets.items()}
     if mode != "never":
         permit_peer(list(processes.values()))
     # A random word, which other processes do not have.
@@ -196,16 +196,16 @@ def connect_direct_reads(
         ratios = np.zeros(len(ROW_BYTES))
     elif position == 0 and processes and all(can_read):
         ratios = np.array(measure())
-    found = np.stack([row.numpy() for row in gather(torch.tensor([all(can_read), *ratios]))])
+    gathered = np.stack([row.numpy() for row in gather(torch.tensor([all(can_read), *ratios]))])
     # No rank returns before all have read its word.
     del word
-    refused = np.flatnonzero(found[:, 0] == 0).tolist()
+    refused = np.flatnonzero(gathered[:, 0] == 0).tolist()
     if refused and mode == "always":
         raise RunError(
             f"{VARIABLE}=always, but ranks {refused} of the group cannot read the memory of their "
             f"peers: {VARIABLE}=never, or the kernel refuses it (Yama, seccomp); unset it"
         )
-    return None if refused else tuple(found[:, 1:].min(axis=0).tolist())
+    return None if refused else tuple(gathered[:, 1:].min(axis=0).tolist())
 
 
 def _read_mode() -> str:
@@ -248,12 +248,12 @@ def _measure_part(
     read: ByteArray, copied: ByteArray, target: ByteArray, buffer: ByteArray, length: int
 ) -> tuple[float, float]:
     """Return the times to move every other row directly, and through a buffer."""
-    rows, into = (of.reshape(-1, 2, length)[:, 0] for of in (copied, target))
+    rows, into = (array.reshape(-1, 2, length)[:, 0] for array in (copied, target))
     packed = buffer.reshape(rows.shape)
     steps = np.arange(len(rows)) * 2 * length
     spans, into_spans = (
-        np.stack([of.ctypes.data + steps, np.full(len(rows), length)], axis=1)
-        for of in (read, target)
+        np.stack([array.ctypes.data + steps, np.full(len(rows), length)], axis=1)
+        for array in (read, target)
     )
     begun_s = time.perf_counter()
     read_spans(os.getpid(), spans, into_spans)

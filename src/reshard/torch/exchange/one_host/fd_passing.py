@@ -48,37 +48,38 @@ def connect_shared_memory(
     listener = None if mode == "never" else _open_listener(count)
     name = secrets.token_bytes(_WORD_BYTES) if listener is None else listener.name
     own = bytes([listener is not None]) + name + (listener.word if listener is not None else name)
-    told = [
-        bytes(one.numpy()) for one in gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    gathered = [
+        bytes(name_of.numpy())
+        for name_of in gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
     ]
-    found: dict[int, socket.socket] = {}
+    sockets: dict[int, socket.socket] = {}
     if listener is not None:
         for other in range(position + 1, count):
-            is_open, name, word = told[other][0], told[other][1:17], told[other][17:]
+            is_open, name, word = gathered[other][0], gathered[other][1:17], gathered[other][17:]
             if is_open and (reached := _reach(name, word, position, timeout_s)):
-                found[other] = reached
+                sockets[other] = reached
     row = torch.zeros(count, dtype=torch.uint8)
-    row[list(found)] = 1
+    row[list(sockets)] = 1
     rows = gather(row)
     is_well = True
     if listener is not None:
         expected = {other for other in range(position) if rows[other][position]}
-        found |= listener.admit(expected)
-        is_well = expected <= set(found)
+        sockets |= listener.admit(expected)
+        is_well = expected <= set(sockets)
         listener.close()
-    is_well_for_all = all(bool(one) for one in gather(torch.tensor([is_well])))
+    is_well_for_all = all(map(bool, gather(torch.tensor([is_well]))))
     if not is_well_for_all:
-        for one in found.values():
-            one.close()
-        found = {}
-    pairs = [rows[one][other] for other in range(count) for one in range(other)]
+        for connected in sockets.values():
+            connected.close()
+        sockets = {}
+    pairs = [rows[lower][other] for other in range(count) for lower in range(other)]
     is_complete = is_well_for_all and all(map(bool, pairs))
-    if mode == "always" and len(found) < count - 1:
+    if mode == "always" and len(sockets) < count - 1:
         raise RunError(
-            f"{_VARIABLE}=always, but {count - 1 - len(found)} of {count - 1} ranks share no "
+            f"{_VARIABLE}=always, but {count - 1 - len(sockets)} of {count - 1} ranks share no "
             "memory with this one; unset it"
         )
-    return found, is_complete
+    return sockets, is_complete
 
 
 class _Listener:
@@ -91,23 +92,23 @@ class _Listener:
 
     def admit(self, expected: set[int]) -> dict[int, socket.socket]:
         """Return the accepted sockets by position. All peers have connected before."""
-        found: dict[int, socket.socket] = {}
+        sockets: dict[int, socket.socket] = {}
         self._listener.settimeout(_GREETING_S)
         with contextlib.suppress(OSError):
-            while set(found) != expected:
-                one, _ = self._listener.accept()
-                limit_waits(one, _GREETING_S)
+            while set(sockets) != expected:
+                connected, _ = self._listener.accept()
+                limit_waits(connected, _GREETING_S)
                 # Other processes may find the name, but not the word. Peers have sent it before,
                 # so that no wait is needed.
                 with contextlib.suppress(OSError):
-                    greeting = one.recv(_WORD_BYTES + 8, socket.MSG_DONTWAIT)
+                    greeting = connected.recv(_WORD_BYTES + 8, socket.MSG_DONTWAIT)
                     other = int.from_bytes(greeting[_WORD_BYTES:])
                     is_known = secrets.compare_digest(greeting[:_WORD_BYTES], self.word)
-                    if is_known and other in expected - set(found):
-                        found[other] = one
+                    if is_known and other in expected - set(sockets):
+                        sockets[other] = connected
                         continue
-                one.close()
-        return found
+                connected.close()
+        return sockets
 
     def close(self) -> None:
         self._listener.close()

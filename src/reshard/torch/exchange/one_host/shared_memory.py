@@ -72,9 +72,9 @@ class Segment:
             os.close(descriptor)
             raise
         address = np.frombuffer(mapped, np.uint8).ctypes.data
-        found = cls(number, size_bytes, address, mapped, descriptor)
-        weakref.finalize(found, os.close, descriptor)
-        return found
+        segment = cls(number, size_bytes, address, mapped, descriptor)
+        weakref.finalize(segment, os.close, descriptor)
+        return segment
 
     @classmethod
     def on_device(
@@ -117,9 +117,9 @@ def map_segment(descriptor: int, size_bytes: int) -> torch.Tensor:
 
 
 def _map(descriptor: int, size_bytes: int) -> mmap.mmap:
-    found = mmap.mmap(descriptor, size_bytes)
-    system.advise_pages(found, 0, size_bytes, large=True)
-    return found
+    mapped = mmap.mmap(descriptor, size_bytes)
+    system.advise_pages(mapped, 0, size_bytes, large=True)
+    return mapped
 
 
 _CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ _KEPT_BYTES = 64 << 20
 # The type of a note, and five numbers: `tag, number, segment, offset, bytes`; a handle or the data
 # of a short message follows.
 _NOTE, _HANDLE_BYTES = struct.Struct("<6q"), 1 << 12
-_LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK, _TOLD, _READABLE = range(8)
+_LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK, _DATA, _READABLE = range(8)
 MAX_NOTE_BYTES = _HANDLE_BYTES
 _CLOSED = "Connection closed by peer"
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -184,8 +184,8 @@ class NearMessage:
     def give_back(self) -> None:
         """Let the sender use its memory again."""
         if not self.is_readable and self.place[0] in self.peer.on_devices:
-            self.peer.tell_mark()
-        self.peer.tell(_TAKEN, 0, self.number)
+            self.peer.send_mark()
+        self.peer.send_note(_TAKEN, 0, self.number)
 
 
 class SharedMemory:
@@ -217,12 +217,13 @@ class SharedMemory:
         self._count, self._is_closed = 0, False
         self._lock = threading.Lock()
         self.ranks = {
-            rank: NearRank(rank, one, timeout_s, self._devices) for rank, one in sockets.items()
+            rank: NearRank(rank, connected, timeout_s, self._devices)
+            for rank, connected in sockets.items()
         }
         # A poll reports hang-ups, whichever events are requested.
         self._ends = select.poll()
-        for one in sockets.values():
-            self._ends.register(one, 0)
+        for connected in sockets.values():
+            self._ends.register(connected, 0)
 
     def serves(self, device: torch.device) -> bool:
         """Return whether data between tensors of a device stays on devices."""
@@ -277,7 +278,7 @@ class SharedMemory:
 
     def swap(
         self,
-        told: bytes,
+        note: bytes,
         receivers: Iterable[int],
         senders: Iterable[int],
         patience_s: float | None = None,
@@ -291,16 +292,16 @@ class SharedMemory:
         Raises RuntimeError if a rank has ended.
         """
         for rank in receivers:
-            self.ranks[rank].tell(_TOLD, 0, 0, handle=told)
-        found = []
+            self.ranks[rank].send_note(_DATA, 0, 0, handle=note)
+        notes = []
         for rank in senders:
             peer = self.ranks[rank]
             before = None
             if patience_s is not None:
                 before = partial(peer.await_note, self.ranks.values(), patience_s)
-            peer.wait_until(lambda peer=peer: bool(peer.told), before)  # type: ignore[misc]
-            found.append(peer.told.popleft())
-        return found
+            peer.wait_until(lambda peer=peer: bool(peer.received_notes), before)  # type: ignore[misc]
+            notes.append(peer.received_notes.popleft())
+        return notes
 
     def close(self) -> None:
         """Close all connections, which ends threads that wait, and free unused memory."""
@@ -314,34 +315,34 @@ class SharedMemory:
 
     def _find(self, memory: torch.Tensor) -> Segment | None:
         address = memory.data_ptr()
-        for one in list(self._segments.values()):
-            if one.address <= address < one.address + one.size_bytes:
-                return one
+        for segment in list(self._segments.values()):
+            if segment.address <= address < segment.address + segment.size_bytes:
+                return segment
         return None
 
     def _take_free(self, size_bytes: int, device: torch.device) -> Segment | None:
         on_device = self.serves(device)
         fits = [
-            one
-            for one in self._free
-            if one.is_on_device == on_device and one.size_bytes >= size_bytes
+            free
+            for free in self._free
+            if free.is_on_device == on_device and free.size_bytes >= size_bytes
         ]
-        found = min(fits, key=lambda one: one.size_bytes, default=None)
-        if found is not None:
-            self._free.remove(found)
-        return found
+        segment = min(fits, key=lambda free: free.size_bytes, default=None)
+        if segment is not None:
+            self._free.remove(segment)
+        return segment
 
     def _add_segment(self, size_bytes: int, device: torch.device) -> Segment:
         # Free segments that are too small are dropped.
-        while sum(one.size_bytes for one in self._free) > _KEPT_BYTES:
+        while sum(free.size_bytes for free in self._free) > _KEPT_BYTES:
             self._drop(self._free.pop(0))
         if self._devices is not None and self.serves(device):
-            found = Segment.on_device(self._count, size_bytes, device, self._devices)
+            segment = Segment.on_device(self._count, size_bytes, device, self._devices)
         else:
-            found = Segment.on_host(self._count, size_bytes)
-        self._segments[found.number] = found
+            segment = Segment.on_host(self._count, size_bytes)
+        self._segments[segment.number] = segment
         self._count += 1
-        return found
+        return segment
 
     def _give_back(self, segment: Segment) -> None:
         # Called when the last tensor is freed, in any thread, so without the lock: single
@@ -356,7 +357,7 @@ class SharedMemory:
         self._segments.pop(segment.number, None)
         for rank in segment.known_by:
             with contextlib.suppress(RuntimeError):
-                self.ranks[rank].tell(_GONE, 0, 0, segment.number)
+                self.ranks[rank].send_note(_GONE, 0, 0, segment.number)
 
 
 class NearRank:
@@ -373,7 +374,7 @@ class NearRank:
         self._process = system.find_peer_process(connected)
         # The peer's event, and whether the peer has this rank's.
         self._mark: Any = None
-        self._is_mark_told = False
+        self._is_mark_sent = False
         weakref.finalize(self, connected.close)
         self._timeout_s = timeout_s
         self._late = f"Timed out waiting {timeout_s:g} s for a message"
@@ -390,15 +391,15 @@ class NearRank:
         # The peer's segments by number, and which of them are memory of devices.
         self.mapped: dict[int, torch.Tensor] = {}
         self.on_devices: set[int] = set()
-        self.told: deque[bytes] = deque()
+        self.received_notes: deque[bytes] = deque()
 
     def lend(self, segment: Segment, begin: int, size_bytes: int, tag: int) -> LentMessage:
         """Notify the peer of a message in a segment of this rank."""
         with self._lock:
-            found = LentMessage(self, segment)
+            message = LentMessage(self, segment)
             number = self._count
             self._count += 1
-            self._lent[number] = found
+            self._lent[number] = message
             segment.lent += 1
             is_new = self._rank not in segment.known_by
             segment.known_by.add(self._rank)
@@ -407,23 +408,23 @@ class NearRank:
         if self._devices is not None and segment.is_on_device:
             if is_new:
                 handle = self._devices.export(segment.memory)
-                self.tell(_DEVICE_SEGMENT, 0, 0, number_of, 0, size, handle=handle)
-            self.tell_mark()
+                self.send_note(_DEVICE_SEGMENT, 0, 0, number_of, 0, size, handle=handle)
+            self.send_mark()
         elif is_new:
-            self.tell(_SEGMENT, 0, 0, number_of, 0, size, segment.descriptor)
-        self.tell(_LENT, tag, number, number_of, begin, size_bytes)
-        return found
+            self.send_note(_SEGMENT, 0, 0, number_of, 0, size, segment.descriptor)
+        self.send_note(_LENT, tag, number, number_of, begin, size_bytes)
+        return message
 
     def lend_spans(self, spans: IntArray, tag: int) -> LentMessage:
         """Notify the peer of a message in tensors of this rank."""
         with self._lock:
-            found = LentMessage(self, None, spans)
+            message = LentMessage(self, None, spans)
             number = self._count
             self._count += 1
-            self._lent[number] = found
+            self._lent[number] = message
         # The receiver also reads the table itself, which may be longer than a note.
-        self.tell(_READABLE, tag, number, len(spans), spans.ctypes.data)
-        return found
+        self.send_note(_READABLE, tag, number, len(spans), spans.ctypes.data)
+        return message
 
     def read(self, count: int, table: int, into: IntArray) -> None:
         """Copy the spans of a table in the peer's memory."""
@@ -437,16 +438,16 @@ class NearRank:
 
     def expect(self, size_bytes: int, tag: int) -> NearMessage:
         """Return the next message of a tag, once its note has arrived."""
-        found = NearMessage(self, size_bytes)
+        message = NearMessage(self, size_bytes)
         with self._lock:
             early = self._early.get(tag)
             if early:
-                self._fill(found, early.popleft())
+                self._fill(message, early.popleft())
                 if not early:
                     del self._early[tag]
             else:
-                self._expected.setdefault(tag, deque()).append(found)
-        return found
+                self._expected.setdefault(tag, deque()).append(message)
+        return message
 
     def await_note(self, watched: Iterable[NearRank], patience_s: float) -> None:
         """Wait for a note to read, and only `patience_s` once a watched rank has ended.
@@ -454,9 +455,9 @@ class NearRank:
         Raises RuntimeError without a note by then.
         """
         own, polled = self._socket.fileno(), select.poll()
-        for one in watched:
+        for peer in watched:
             # A poll reports hang-ups, whichever events are requested.
-            polled.register(one._socket, 0)
+            polled.register(peer._socket, 0)
         polled.register(own, select.POLLIN)
         events = dict(polled.poll(self._timeout_s * 1000))
         if not events:
@@ -497,7 +498,7 @@ class NearRank:
                     self._is_read = False
                     self._changed.notify_all()
 
-    def tell(
+    def send_note(
         self,
         kind: int,
         tag: int,
@@ -518,13 +519,13 @@ class NearRank:
         except OSError as error:
             raise RuntimeError(self._error or f"{_CLOSED} ({error})") from error
 
-    def tell_mark(self) -> None:
+    def send_mark(self) -> None:
         """Record an event for this rank's device, before a note about its work."""
         if self._devices is not None:
             self._devices.mark()
-            if not self._is_mark_told:
-                self._is_mark_told = True
-                self.tell(_MARK, 0, 0, handle=self._devices.export_mark())
+            if not self._is_mark_sent:
+                self._is_mark_sent = True
+                self.send_note(_MARK, 0, 0, handle=self._devices.export_mark())
 
     def wait_for_mark(self) -> None:
         """Let this rank's device wait for the recorded work of the peer's."""
@@ -573,8 +574,8 @@ class NearRank:
             elif kind == _GONE:
                 self.mapped.pop(segment, None)
                 self.on_devices.discard(segment)
-            elif kind == _TOLD:
-                self.told.append(handle)
+            elif kind == _DATA:
+                self.received_notes.append(handle)
             elif self._devices is None:
                 raise RuntimeError("another rank has memory of a device that is not seen here")
             elif kind == _MARK:
@@ -597,7 +598,7 @@ class NearRank:
 
 def limit_waits(connected: socket.socket, timeout_s: float) -> None:
     """Limit sends and receives in time; unlike with `settimeout`, each is a single system call."""
-    whole = int(timeout_s)
-    limit = struct.pack("@ll", whole, int((timeout_s - whole) * 1e6))
+    whole_s = int(timeout_s)
+    limit = struct.pack("@ll", whole_s, int((timeout_s - whole_s) * 1e6))
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -192,9 +192,9 @@ class KeptMemory:
         try:
             for number in range(len(self._storages)):
                 if self._storages[number].nbytes() == size_bytes and self._is_free(number):
-                    found = self._storages.pop(number)
-                    self._storages.append(found)
-                    return found
+                    storage = self._storages.pop(number)
+                    self._storages.append(storage)
+                    return storage
         finally:
             self._lock.release()
         return None
@@ -213,7 +213,7 @@ class KeptMemory:
 
     def _drop(self) -> None:
         # A storage that a user has resized has another size than when it was kept.
-        self._bytes = sum(one.nbytes() for one in self._storages)
+        self._bytes = sum(storage.nbytes() for storage in self._storages)
         while self._bytes > self._most_bytes:
             self._bytes -= self._storages.pop(0).nbytes()
 
@@ -259,25 +259,25 @@ def empty_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes < _LARGE_BYTES or device.type != "cpu":
         return torch.empty(tuple(shape), dtype=dtype, device=device)
-    known = _KEPT.find(size_bytes)
-    if known is not None:
+    kept = _KEPT.find(size_bytes)
+    if kept is not None:
         # Set the storage of an empty tensor, so that the result is not a view.
-        found = torch.empty(0, dtype=dtype, device=device)
-        if type(found) is torch.Tensor:
+        result = torch.empty(0, dtype=dtype, device=device)
+        if type(result) is torch.Tensor:
             strides = [math.prod(shape[number + 1 :]) for number in range(len(shape))]
-            return found.set_(known, 0, tuple(shape), strides)
-    found = torch.empty(tuple(shape), dtype=dtype, device=device)
+            return result.set_(kept, 0, tuple(shape), strides)
+    result = torch.empty(tuple(shape), dtype=dtype, device=device)
     # Fake tensors have no memory.
-    if type(found) is not torch.Tensor:
-        return found
+    if type(result) is not torch.Tensor:
+        return result
     if _ADVISE_LARGE_PAGES is not None:
         # Whole pages only: the first and last page may contain other data.
-        begin = -(-found.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (found.data_ptr() + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        begin = -(-result.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (result.data_ptr() + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         # This is advice: if it is ignored, pages have the usual size.
         _ADVISE_LARGE_PAGES(begin, end - begin)
-    _KEPT.keep(found.untyped_storage())
-    return found
+    _KEPT.keep(result.untyped_storage())
+    return result
 
 
 def empty_bytes(size_bytes: int, device: torch.device, is_hosted: bool = False) -> torch.Tensor:
@@ -311,7 +311,7 @@ def copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     word = WORDS.get(source.dtype.itemsize)
     if not (on_host and is_same and word and min(map(row_bytes, (target, source))) >= _ROW_BYTES):
         return functools.partial(target.copy_, source)
-    into, what = (one.detach().view(word).numpy() for one in (target, source))
+    into, what = (tensor.detach().view(word).numpy() for tensor in (target, source))
     return functools.partial(np.copyto, into, what)
 
 

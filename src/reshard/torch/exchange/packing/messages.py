@@ -112,11 +112,11 @@ class Piece(NamedTuple):
 
     def lies_like(self, other: Piece) -> bool:
         """Return whether another piece has the same memory and form."""
-        own, its = self.view, other.view
+        view, other_view = self.view, other.view
         return (
-            own.data_ptr() == its.data_ptr()
-            and (own.shape, own.stride()) == (its.shape, its.stride())
-            and (own.dtype, self.dtype) == (its.dtype, other.dtype)
+            view.data_ptr() == other_view.data_ptr()
+            and (view.shape, view.stride()) == (other_view.shape, other_view.stride())
+            and (view.dtype, self.dtype) == (other_view.dtype, other.dtype)
         )
 
     def parts(self, most_bytes: int) -> Iterator[Piece]:
@@ -148,7 +148,7 @@ class MessagePieces(Sequence[Piece]):
     def take(self, numbers: Sequence[int]) -> MessagePieces:
         """Return the pieces of some numbers, in the order of the numbers."""
         return MessagePieces(
-            *(list(map(of.__getitem__, numbers)) for of in (self.views, self.forms))
+            *(list(map(column.__getitem__, numbers)) for column in (self.views, self.forms))
         )
 
     @property
@@ -178,8 +178,8 @@ class MessagePieces(Sequence[Piece]):
             has_gaps = any(size % schedule.ALIGNMENT_BYTES for size in set(sizes[:-1]))
             if len(dtypes) == 1 and 0 not in sizes and not has_gaps:
                 # A single call for all, as they have no gaps.
-                (whole,) = wholes.values()
-                return list(torch._utils._unflatten_dense_tensors(whole, self.views))
+                (packed,) = wholes.values()
+                return list(torch._utils._unflatten_dense_tensors(packed, self.views))
             begin_bytes = buffer.storage_offset()
             return [
                 wholes[form.dtype].as_strided(
@@ -348,15 +348,21 @@ class RankMessage:
     def contents(self) -> list[Any]:
         """The memory and dtypes of its elements: equal for messages that carry the same data."""
         return [
-            (one.view.data_ptr(), one.view.shape, one.view.stride(), one.view.dtype, one.dtype)
-            for one in self.pieces
+            (
+                piece.view.data_ptr(),
+                piece.view.shape,
+                piece.view.stride(),
+                piece.view.dtype,
+                piece.dtype,
+            )
+            for piece in self.pieces
         ]
 
     def carries_like(self, other: RankMessage) -> bool:
         """Return whether another message carries the same memory as the same dtypes."""
-        own, its = self.pieces, other.pieces
-        columns = own.views, its.views, own.forms, its.forms
-        return len(own) == len(its) and all(
+        pieces, others = self.pieces, other.pieces
+        columns = pieces.views, others.views, pieces.forms, others.forms
+        return len(pieces) == len(others) and all(
             (view is like and form is form_like)
             or Piece(view, form).lies_like(Piece(like, form_like))
             for view, like, form, form_like in zip(*columns, strict=True)
@@ -469,7 +475,10 @@ def list_pieces(
             cast("Sequence[torch.Tensor]", () if tensors_of[0] is None else tensors_of)
             for tensors_of in (kind.sources, kind.targets)
         )
-        ends = [(of[0].dtype, of[0].stride()) if len(of) else None for of in (sources, targets)]
+        ends = [
+            (tensors_of[0].dtype, tensors_of[0].stride()) if len(tensors_of) else None
+            for tensors_of in (sources, targets)
+        ]
         into, out = _list_boxes(kind.change, kind.received, kind.sent, rank, *ends, kind.dtype)
         for order, peer, box, form, local_source in into:
             views = box.views(targets)
@@ -480,41 +489,43 @@ def list_pieces(
                 received[order, peer].append((places, (views, [form] * many)))
             places = places + 1
         # Data sent to several ranks is a single view.
-        known: dict[_BoxView, tuple[Sequence[torch.Tensor], list[PieceForm]]] = {}
+        views_of: dict[_BoxView, tuple[Sequence[torch.Tensor], list[PieceForm]]] = {}
         for order, peer, box, form, _ in out if with_sent else ():
-            if box not in known:
-                known[box] = box.views(sources), [form] * many
-            sent[order, peer].append((places, known[box]))
+            if box not in views_of:
+                views_of[box] = box.views(sources), [form] * many
+            sent[order, peer].append((places, views_of[box]))
             places = places + 1
     outgoing, incoming = (
         {pair: MessagePieces(*_sort_rows(rows_of)) for pair, rows_of in by_pair.items()}
         for by_pair in (sent, received)
     )
-    copies_of = {order: list(map(LocalCopy, *_sort_rows(of))) for order, of in local.items()}
+    copies_of = {
+        order: list(map(LocalCopy, *_sort_rows(rows_of))) for order, rows_of in local.items()
+    }
     return outgoing, incoming, copies_of
 
 
 def _join_kinds(tensors: Iterable[RankTransfers]) -> list[RankTransfers]:
     """Return the tensors of each kind together, with their numbers."""
     kinds: dict[object, list[RankTransfers]] = {}
-    for listed, one in enumerate(tensors):
+    for number, moved in enumerate(tensors):
         # Equal changes are the same object, as are equal transfers; they determine the shapes.
         ends = [
             tensor is None or (tensor.dtype, tensor.stride())
-            for tensor in (one.sources[0], one.targets[0])
+            for tensor in (moved.sources[0], moved.targets[0])
         ]
-        key = (id(one.change), id(one.received), id(one.sent), one.dtype, *ends)
-        numbered = one if one.numbers is not None else one._replace(numbers=[listed])
+        key = (id(moved.change), id(moved.received), id(moved.sent), moved.dtype, *ends)
+        numbered = moved if moved.numbers is not None else moved._replace(numbers=[number])
         kinds.setdefault(key, []).append(numbered)
-    return [of[0] if len(of) == 1 else _join(of) for of in kinds.values()]
+    return [kind[0] if len(kind) == 1 else _join(kind) for kind in kinds.values()]
 
 
 def _join(tensors: Sequence[RankTransfers]) -> RankTransfers:
     """Return the tensors of a kind as a single object."""
     return tensors[0]._replace(
-        sources=[source for one in tensors for source in one.sources],
-        targets=[target for one in tensors for target in one.targets],
-        numbers=[number for one in tensors for number in one.numbers or ()],
+        sources=[source for tensor in tensors for source in tensor.sources],
+        targets=[target for tensor in tensors for target in tensor.targets],
+        numbers=[number for tensor in tensors for number in tensor.numbers or ()],
     )
 
 
@@ -585,7 +596,9 @@ def _find_boxes(
             # Cells are stored consecutively in a flat tensor.
             (step,) = strides
             offset = int(layout.cell_offset[cell]) * step
-            wholes.append((offset, shape, tuple(step * of for of in _row_major_strides(shape))))
+            wholes.append(
+                (offset, shape, tuple(step * stride for stride in _row_major_strides(shape)))
+            )
     cells, starts = (
         (rows.target_cell, rows.target_start)
         if is_target
@@ -655,7 +668,7 @@ def list_messages(
                     key = (*place, number, order, -1)
                     combinations.append((key, order, of_region))
             else:
-                parts = tuple(part for one in of_order for part in _cut_copy(one, message_bytes))
+                parts = tuple(part for copy in of_order for part in _cut_copy(copy, message_bytes))
                 combinations.append(((*place, order, -1), order, parts))
     messages.sort(key=lambda message: message.key)
     return messages, copies, combinations
@@ -682,7 +695,7 @@ def _cut_like_messages(
     copies: Sequence[LocalCopy], message_bytes: int
 ) -> Iterator[tuple[LocalCopy, ...]]:
     """Partition a rank's own contribution as if it were sent, message by message."""
-    sides = ([one.target for one in copies], [one.source for one in copies])
+    sides = ([copy.target for copy in copies], [copy.source for copy in copies])
     targets, sources = (
         pack_messages(MessagePieces.of(Piece.of(view, view.dtype) for view in views), message_bytes)
         for views in sides
