@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -177,6 +178,46 @@ def imports_from_others(path: Path, own: str) -> Iterator[tuple[str, str]]:
         is_of_root = module.count(".") == 1 and not folder.is_dir()
         if module.split(".")[1] != own and not is_of_root:
             yield from ((module, alias.name) for alias in node.names)
+
+
+def defines(module: str, name: str) -> bool:
+    """Return whether a module of the library or of the tests has a name or a submodule."""
+    if module.startswith("reshard"):
+        try:
+            has_name = hasattr(importlib.import_module(module), name)
+            return has_name or importlib.util.find_spec(f"{module}.{name}") is not None
+        except ModuleNotFoundError as error:
+            # A module may need an engine, which is not in this environment.
+            return not str(error.name).startswith("reshard")
+    # Modules of tests may need another environment, so they are read and not imported.
+    path = TESTS.joinpath(*module.split("."))
+    if path.is_dir():
+        return (path / name).with_suffix(".py").exists() or (path / name).is_dir()
+    if not (file := path.with_suffix(".py")).exists():
+        return False
+    tree = ast.parse(file.read_text())
+    defined = {getattr(node, "name", None) or getattr(node, "id", None) for node in ast.walk(tree)}
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    imported = {alias.asname or alias.name for node in imports for alias in node.names}
+    return name in defined | imported
+
+
+def test_scripts_of_other_environments_import_what_exists() -> None:
+    """Engines and benchmarks run elsewhere and seldom, so a moved name would not be noticed."""
+    own = {path.stem for path in TESTS.iterdir()} - {"torch", "megatron"} | {"reshard"}
+    missing = []
+    for folder in (TESTS / "engines", ROOT / "benchmarks", ROOT / "examples", ROOT / "tools"):
+        for path in sorted(folder.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.ImportFrom) or node.level:
+                    continue
+                if str(node.module).split(".")[0] in own:
+                    missing += [
+                        f"{path.relative_to(ROOT)}: {node.module}.{alias.name}"
+                        for alias in node.names
+                        if not defines(str(node.module), alias.name)
+                    ]
+    assert not missing
 
 
 def test_spmd_imports_only_what_packages_name() -> None:
