@@ -14,6 +14,7 @@ if os.environ.get("RESHARD_ENGINE") != "transformers":
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+
 from checkpoint.pretrained.test_names import (
     CONFIG,
     PARAMETERS,
@@ -22,7 +23,6 @@ from checkpoint.pretrained.test_names import (
     write_config,
     write_meta,
 )
-
 from reshard import checkpoint
 
 

@@ -425,7 +425,8 @@ def notify_recorder(
 
 def _common_runner(name: str, runner: Runner, other: Runner) -> Runner:
     """Return the runner of operands of two runners. Raises UsageError unless one is abstract."""
-    # An abstract runner takes arrays with elements, the constants of a traced function, as operands.
+    # An abstract runner takes arrays with elements, the constants of a traced function, as
+    # operands.
     if other.is_abstract or runner.is_abstract:
         return other if other.is_abstract else runner
     raise UsageError(

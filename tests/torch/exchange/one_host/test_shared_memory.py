@@ -17,7 +17,7 @@ import torch
 
 from live_processes import expect_all_end_well, run_ranks
 from reshard.torch.exchange.one_host.shared_memory import (
-    _TOLD,
+    _DATA,
     MAX_NOTE_BYTES,
     SharedMemory,
     map_segment,
@@ -75,8 +75,8 @@ def test_what_is_told_comes_in_order_beside_messages() -> None:
     longest = bytes(range(256)) * (MAX_NOTE_BYTES // 256)
     lent = filled(zero, [1, 2])
     # All that a rank tells and lends comes by one socket.
-    one.ranks[0].tell(_TOLD, 0, 0, handle=b"first")
-    one.ranks[0].tell(_TOLD, 0, 0, handle=longest)
+    one.ranks[0].send_note(_DATA, 0, 0, handle=b"first")
+    one.ranks[0].send_note(_DATA, 0, 0, handle=longest)
     zero.send(lent, 1, 3)
     assert zero.swap(b"a", [1], [1]) == [b"first"]
     assert zero.swap(b"", [1], [1]) == [longest]
@@ -89,11 +89,11 @@ def test_what_is_told_comes_in_order_beside_messages() -> None:
 
 def test_who_listens_learns_that_the_other_is_gone() -> None:
     zero, one = make_pair()
-    one.ranks[0].tell(_TOLD, 0, 0, handle=b"last")
+    one.ranks[0].send_note(_DATA, 0, 0, handle=b"last")
     one.close()
     # What was told before it went is heard.
-    zero.ranks[1].wait_until(lambda: bool(zero.ranks[1].told))
-    assert zero.ranks[1].told.popleft() == b"last"
+    zero.ranks[1].wait_until(lambda: bool(zero.ranks[1].received_notes))
+    assert zero.ranks[1].received_notes.popleft() == b"last"
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         zero.swap(b"", [1], [1])
 
