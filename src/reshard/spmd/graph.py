@@ -261,21 +261,21 @@ class Graph:
         numbers = [value.index for value in self.values]
         if numbers != list(range(len(numbers))):
             raise SpecError(f"values are numbered {numbers}; number them 0, 1, 2 and so on")
-        made = set(self.inputs)
+        defined = set(self.inputs)
         for operation in self.operations:
             for operand in operation.operands:
-                if operand not in made:
+                if operand not in defined:
                     raise SpecError(
                         f"%{operand} of {operation} is read before it is made; order operations so "
                         "that each follows those it reads from"
                     )
             for result in operation.results:
-                if result in made or not 0 <= result < len(self.values):
+                if result in defined or not 0 <= result < len(self.values):
                     raise SpecError(f"%{result} of {operation} is made twice, or is no value")
-                made.add(result)
+                defined.add(result)
             self._check_ranks(operation)
         for output in self.outputs:
-            if output not in made:
+            if output not in defined:
                 raise SpecError(f"output %{output} is not made by any operation")
 
     @property
@@ -296,28 +296,35 @@ class Graph:
     @property
     def meshes(self) -> tuple[DeviceMesh, ...]:
         """The meshes that the function uses, in the order in which it names them."""
-        given = [self.values[number].sharding for number in self.inputs]
-        named = [spec.mesh for spec in given if spec is not None]
+        specs = [self.values[number].sharding for number in self.inputs]
+        meshes = [spec.mesh for spec in specs if spec is not None]
         for operation in self.operations:
             if operation.target is not None:
-                named.append(operation.target.mesh)
+                meshes.append(operation.target.mesh)
             if operation.body is not None:
-                named += operation.body.meshes
-        return tuple(dict.fromkeys(named))
+                meshes += operation.body.meshes
+        return tuple(dict.fromkeys(meshes))
 
     @property
     def requested(self) -> dict[int, ShardingSpec]:
         """The shardings of inputs and those requested by `with_sharding`, by value."""
-        found = {n: self.values[n].sharding for n in self.inputs}
-        found |= {one.results[0]: one.target for one in self.operations if one.target is not None}
-        return {number: spec for number, spec in found.items() if spec is not None}
+        specs = {n: self.values[n].sharding for n in self.inputs}
+        specs |= {
+            operation.results[0]: operation.target
+            for operation in self.operations
+            if operation.target is not None
+        }
+        return {number: spec for number, spec in specs.items() if spec is not None}
 
     @property
     def shardings(self) -> Shardings:
         """The shardings of all values and of the operands of all operations."""
         return (
             tuple(value.sharding for value in self.values),
-            tuple(one.reads or (None,) * len(one.operands) for one in self.operations),
+            tuple(
+                operation.reads or (None,) * len(operation.operands)
+                for operation in self.operations
+            ),
         )
 
     def with_shardings(
@@ -329,19 +336,21 @@ class Graph:
             values: a sharding for each value.
             reads: for each operation those of its operands; all decide themselves if None.
         """
-        found = [
+        updated = [
             value if value.sharding is spec else Value(value.index, value.shape, value.dtype, spec)
             for value, spec in zip(self.values, values, strict=True)
         ]
-        if reads is None and all(map(is_, found, self.values)):
+        if reads is None and all(map(is_, updated, self.values)):
             return self
         operations = self.operations
         if reads is not None:
             operations = tuple(
-                one if one.reads == tuple(specs) else replace(one, reads=tuple(specs))
-                for one, specs in zip(operations, reads, strict=True)
+                operation
+                if operation.reads == tuple(specs)
+                else replace(operation, reads=tuple(specs))
+                for operation, specs in zip(operations, reads, strict=True)
             )
-        return replace(self, values=tuple(found), operations=operations, is_checked=True)
+        return replace(self, values=tuple(updated), operations=operations, is_checked=True)
 
     def selected(
         self,
@@ -356,8 +365,8 @@ class Graph:
             inputs, operations, outputs: those of the new graph, in the numbers of this graph.
             returned: makes the tree that it returns, from the new numbers by old ones.
         """
-        made = {number for one in operations for number in one.results}
-        new = {old: place for place, old in enumerate(sorted({*inputs, *made}))}
+        results = {number for operation in operations for number in operation.results}
+        new = {old: index for index, old in enumerate(sorted({*inputs, *results}))}
 
         def renumbered(numbers: Iterable[int]) -> tuple[int, ...]:
             return tuple([new[number] for number in numbers])
@@ -365,9 +374,9 @@ class Graph:
         values = [self.values[old] for old in new]
         names = dict(zip(self.inputs, self.names, strict=False))
         return Graph(
-            tuple([Value(place, v.shape, v.dtype, v.sharding) for place, v in enumerate(values)]),
+            tuple([Value(index, v.shape, v.dtype, v.sharding) for index, v in enumerate(values)]),
             renumbered(inputs),
-            tuple([one.renumbered(new) for one in operations]),
+            tuple([operation.renumbered(new) for operation in operations]),
             renumbered(outputs),
             tuple([names.get(number, f"%{number}") for number in inputs]),
             MappingProxyType({new[n]: x for n, x in self.constants.items() if n in new}),
@@ -377,7 +386,7 @@ class Graph:
         )
 
     def last_uses(self) -> list[list[int]]:
-        """For each operation, the values that nothing reads after it, but inputs and outputs.
+        """Return, for each operation, the values last read by it, except inputs and outputs.
 
         >>> graph = Graph.parse('''%0: float32[4]
         ... %1: float32[4] = exp(%0) ([i]) -> ([i]) {i=4}
@@ -388,14 +397,14 @@ class Graph:
         """
         # A result that nobody reads is freed at once; a dictionary keeps the last of equal keys.
         last = {
-            value: place
-            for place, one in enumerate(self.operations)
-            for value in (*one.results, *one.operands)
+            value: index
+            for index, operation in enumerate(self.operations)
+            for value in (*operation.results, *operation.operands)
         }
-        found: list[list[int]] = [[] for _ in self.operations]
+        freed: list[list[int]] = [[] for _ in self.operations]
         for value in last.keys() - {*self.inputs, *self.outputs}:
-            found[last[value]].append(value)
-        return found
+            freed[last[value]].append(value)
+        return freed
 
     def _check_ranks(self, operation: Operation) -> None:
         numbers = (*operation.operands, *operation.results)
@@ -424,7 +433,7 @@ class Graph:
 
         Args:
             inputs: the arguments' shapes; they are values 0, 1 and so on.
-            operations: name, operands and rule of each; its results are the next values.
+            operations: the name, operands and rule of each; its results are the next values.
             outputs: numbers of the values it returns.
 
         >>> print(Graph.of([(4, 8)], [("exp", [0], "([i, j]) -> ([i, j]) {i=4, j=8}")], [1]))
@@ -433,7 +442,7 @@ class Graph:
         return %1
         """
         values = [Value(number, tuple(shape)) for number, shape in enumerate(inputs)]
-        found = []
+        nodes = []
         for name, operands, rule in operations:
             rule = OpShardingRule.parse(rule) if isinstance(rule, str) else rule
             results = range(len(values), len(values) + len(rule.results))
@@ -441,8 +450,8 @@ class Graph:
                 Value(number, shape)
                 for number, shape in zip(results, rule.result_shapes, strict=True)
             ]
-            found.append(Operation(name, tuple(operands), tuple(results), rule))
-        return cls(tuple(values), tuple(range(len(inputs))), tuple(found), tuple(outputs))
+            nodes.append(Operation(name, tuple(operands), tuple(results), rule))
+        return cls(tuple(values), tuple(range(len(inputs))), tuple(nodes), tuple(outputs))
 
     @classmethod
     def parse(cls, text: str) -> Graph:
@@ -462,18 +471,18 @@ class Graph:
         inputs = tuple(value.index for value in values)
         operations = []
         for line in lines[1:-1]:
-            found = re.fullmatch(r"(?P<results>[^=]*?) = (?P<name>\w+)\((?P<rest>.*)", line)
-            # The rule stands behind the first `) `.
-            arguments, close, rule = found["rest"].partition(") ") if found else ("", "", "")
-            if found is None or not close:
+            match = re.fullmatch(r"(?P<results>[^=]*?) = (?P<name>\w+)\((?P<rest>.*)", line)
+            # The rule follows the first `) `.
+            arguments, close, rule = match["rest"].partition(") ") if match else ("", "", "")
+            if match is None or not close:
                 raise NotationError(
                     f"{line!r} is not an operation; write %2: float32[4] = exp(%1) and its rule"
                 )
-            results = _parse_values(found["results"])
+            results = _parse_values(match["results"])
             operands, _, attributes = arguments.partition(";")
             operations.append(
                 Operation(
-                    found["name"],
+                    match["name"],
                     _parse_numbers(operands),
                     tuple(value.index for value in results),
                     OpShardingRule.parse(rule),
@@ -494,10 +503,10 @@ class Graph:
 
 
 def _parse_values(text: str) -> list[Value]:
-    found = re.findall(r"%(\d+): (\w+)\[([\d, ]*)\]", text)
+    matches = re.findall(r"%(\d+): (\w+)\[([\d, ]*)\]", text)
     values = [
         Value(int(number), tuple(int(size) for size in shape.split(",") if size.strip()), dtype)
-        for number, dtype, shape in found
+        for number, dtype, shape in matches
     ]
     # findall skips what does not match; written again, the values show whether anything was.
     if ", ".join(map(str, values)) != text.strip():

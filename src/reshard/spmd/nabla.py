@@ -111,34 +111,34 @@ class Tensor(ShardedArray, metaclass=_ArrayClass):
 
     @staticmethod
     def zeros(shape: int | Sequence[int], dtype: object = "float32") -> ShardedArray:
-        """An array of zeros."""
+        """Create an array of zeros."""
         return creation.zeros(shape, dtype=dtype)
 
     @staticmethod
     def ones(shape: int | Sequence[int], dtype: object = "float32") -> ShardedArray:
-        """An array of ones."""
+        """Create an array of ones."""
         return creation.ones(shape, dtype=dtype)
 
     @staticmethod
     def full(shape: int | Sequence[int], value: complex, dtype: object = "float32") -> ShardedArray:
-        """An array of a single number."""
+        """Create an array of a single number."""
         return creation.full(shape, value, dtype=dtype)
 
     @staticmethod
     def arange(
         start: float, stop: float | None = None, step: float = 1, dtype: object = "float32"
     ) -> ShardedArray:
-        """Numbers from `start` up to `stop`, or from 0 up to `start`."""
+        """Create numbers from `start` up to `stop`, or from 0 up to `start`."""
         return creation.arange(start, stop, step, dtype=dtype)
 
     @staticmethod
     def from_dlpack(data: Any) -> ShardedArray:
-        """Another library's array."""
+        """Create an array from another library's array."""
         return creation.from_dlpack(data)
 
 
 def _type_of(argument: Any) -> ArrayType | None:
-    """The type of an array in shards or of a library, which is whole; None for a number."""
+    """Return the type of an array in shards, or of a library's whole array; None for a number."""
     if isinstance(argument, ArrayValue):
         return argument.type
     if isinstance(argument, ArrayType):
@@ -262,29 +262,29 @@ def infer_output_sharding(
             f"{op!r} is no operation; give the name of one, such as 'matmul', or a function of "
             "arrays in shards, such as reshard.spmd.matmul"
         )
-    types = [_type_of(one) for one in args]
-    found = _find_mesh(operator.name, types, mesh)
+    types = [_type_of(arg) for arg in args]
+    mesh = _find_mesh(operator.name, types, mesh)
     if not operator.has_rule:
-        shapes = [() if one is None else one.shape for one in types]
+        shapes = [() if array_type is None else array_type.shape for array_type in types]
         raise SpecError(
             f"{operator.name} of shapes {shapes} has no rule: its operands are replicated, and its "
             f"result is; give it one with @reshard.spmd.rule({operator.name!r})"
             f"{likely_name(operator.name)}"
         )
-    specs = laid_out(operator, types, attributes, found).result_specs
+    specs = laid_out(operator, types, attributes, mesh).result_specs
     return specs[0] if len(specs) == 1 else specs
 
 
 def _find_mesh(name: str, types: Sequence[ArrayType | None], mesh: DeviceMesh | None) -> DeviceMesh:
-    # The arguments' mesh, which a given mesh must be.
-    found = common_mesh(name, types) or mesh
-    if found is None:
+    # The arguments' mesh, which must be `mesh` if both exist.
+    common = common_mesh(name, types) or mesh
+    if common is None:
         raise UsageError(f"{name} of arrays that are not sharded, without a mesh; give mesh=")
-    if mesh is not None and found is not mesh:
+    if mesh is not None and common is not mesh:
         raise MeshError(
-            f"{name} of arrays over {found!r}, but mesh= is {mesh!r}; give the same one"
+            f"{name} of arrays over {common!r}, but mesh= is {mesh!r}; give the same one"
         )
-    return found
+    return common
 
 
 def _trace_sharding(
@@ -293,20 +293,23 @@ def _trace_sharding(
     mesh: DeviceMesh | None,
     attributes: dict[str, Any],
 ) -> ShardingSpec | tuple[ShardingSpec, ...]:
-    """The shardings of what a function returns, found by tracing it."""
-    types = [_type_of(one) for one in args]
-    found = _find_mesh(getattr(function, "__name__", repr(function)), types, mesh)
+    """Return the shardings of a function's results, which are inferred by tracing it."""
+    types = [_type_of(arg) for arg in args]
+    used_mesh = _find_mesh(getattr(function, "__name__", repr(function)), types, mesh)
     # Arrays as their types: nothing is computed.
-    given = [one if kind is None else kind for one, kind in zip(args, types, strict=True)]
-    outputs = trace(lambda *operands: function(*operands, **attributes), *given).outputs
-    specs = tuple(one.spec or replicated(found, one.ndim) for one in outputs)
+    inputs = [
+        arg if array_type is None else array_type
+        for arg, array_type in zip(args, types, strict=True)
+    ]
+    outputs = trace(lambda *operands: function(*operands, **attributes), *inputs).outputs
+    specs = tuple(output.spec or replicated(used_mesh, output.ndim) for output in outputs)
     return specs[0] if len(specs) == 1 else specs
 
 
 def slice_for_shard(
     tensor: Any, shape: Sequence[int], sharding: ShardingSpec | None, index: int
 ) -> Any:
-    """The shard of a full array on a device.
+    """Return the shard of a full array on a device.
 
     Args:
         tensor: an array of NumPy or PyTorch, or an array in shards.
@@ -347,7 +350,7 @@ def slice_for_shard(
     # An empty part keeps the lengths of the dimensions that are not empty.
     alone = [ShardingSpec(sharding.mesh, (dim,)) for dim in sharding.dim_specs]
     parts = [
-        one.layout((size,)).local_shape(device) for one, size in zip(alone, shape, strict=True)
+        spec.layout((size,)).local_shape(device) for spec, size in zip(alone, shape, strict=True)
     ]
     return whole[tuple(slice(0, part[0] if part else 0) for part in parts)]
 
@@ -377,21 +380,21 @@ def reshard_tensor(
     >>> reshard_tensor(np.arange(4), None, spec(mesh, "x"), mesh).shards[1].tolist()
     [2, 3]
     """
-    found = _array_of("reshard_tensor", tensor)
-    x: ShardedArray = found if isinstance(found, ShardedArray) else array(found)
+    value = _array_of("reshard_tensor", tensor)
+    x: ShardedArray = value if isinstance(value, ShardedArray) else array(value)
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(f"reshard_tensor over {mesh!r}; give the DeviceMesh of the shardings")
-    for name, given in (("from_spec", from_spec), ("to_spec", to_spec)):
-        if given is None:
+    for name, spec in (("from_spec", from_spec), ("to_spec", to_spec)):
+        if spec is None:
             continue
-        check_type(given, ShardingSpec, name, "give reshard.spec(mesh, 'x, -')")
-        if given.mesh is not mesh:
+        check_type(spec, ShardingSpec, name, "give reshard.spec(mesh, 'x, -')")
+        if spec.mesh is not mesh:
             raise MeshError(
-                f"mesh {mesh!r}, but {name} `{given}` is over {given.mesh!r}; give the mesh of the "
+                f"mesh {mesh!r}, but {name} `{spec}` is over {spec.mesh!r}; give the mesh of the "
                 "shardings"
             )
-    known = None if from_spec is None or x.spec is None else from_spec.layout(x.shape)
-    if known is not None and x.type.layout is not known:
+    expected = None if from_spec is None or x.spec is None else from_spec.layout(x.shape)
+    if expected is not None and x.type.layout is not expected:
         raise SpecError(
             f"the array is sharded by `{x.spec}`, not by `{from_spec}`; give x.spec as from_spec"
         )
@@ -399,7 +402,7 @@ def reshard_tensor(
 
 
 def _array_of(name: str, tensor: Any) -> Any:
-    """An array in shards or of a library. Raises UsageError for anything else."""
+    """Return an array in shards or of a library. Raises UsageError for anything else."""
     if isinstance(tensor, ArrayValue) or library_of(tensor) is not None:
         return tensor
     raise UsageError(

@@ -69,22 +69,22 @@ def specs_over(parameters: Any, mesh: DeviceMesh, axis: str) -> Any:
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, ArrayValue):
             return None
-        own = leaf.type.spec
-        if own is not None and own.mesh is not mesh:
+        spec = leaf.type.spec
+        if spec is not None and spec.mesh is not mesh:
             raise SpecError(
-                f"a parameter over {own.mesh!r}, and the axis {axis!r} of {mesh!r}; give "
+                f"a parameter over {spec.mesh!r}, and the axis {axis!r} of {mesh!r}; give "
                 "parameters over the one mesh, or without a sharding"
             )
-        dims = [DimSpec()] * leaf.type.ndim if own is None else list(own.dim_specs)
-        used = {one.name for dim in dims for one in dim.axes}
-        for place, (dim, length) in enumerate(zip(dims, leaf.type.shape, strict=True)):
-            names = [str(one) for one in dim.axes]
+        dims = [DimSpec()] * leaf.type.ndim if spec is None else list(spec.dim_specs)
+        used = {ref.name for dim in dims for ref in dim.axes}
+        for index, (dim, length) in enumerate(zip(dims, leaf.type.shape, strict=True)):
+            names = [str(ref) for ref in dim.axes]
             parts = size
-            for one in dim.axes:
-                parts *= mesh.shape[mesh.axis_names.index(one.name)]
+            for ref in dim.axes:
+                parts *= mesh.shape[mesh.axis_names.index(ref.name)]
             is_plain = dim == DimSpec(names)
             if axis not in used and is_plain and length % parts == 0 and length:
-                dims[place] = DimSpec([*names, axis])
+                dims[index] = DimSpec([*names, axis])
                 break
         return ShardingSpec(mesh, dims)
 
@@ -112,20 +112,20 @@ class _Optimizer:
             UsageError: parameters that are not such arrays.
             SpecError: shardings that do not have the structure of the parameters.
         """
-        given = list(_read_leaves("parameters", parameters))
-        wanted: list[ShardingSpec | None] = [None] * len(given)
+        arrays = list(_read_leaves("parameters", parameters))
+        requested: list[ShardingSpec | None] = [None] * len(arrays)
         if specs is not None:
-            wanted = shardings_like(specs, parameters, "specs of states")
+            requested = shardings_like(specs, parameters, "specs of states")
         state: State = {"step": 0}
         for slot in self._slots:
-            made = [
-                one if one is None or spec is None else placed(one, spec)
-                for one, spec in zip(map(_make_zeros, given), wanted, strict=True)
+            slot_arrays = [
+                zeros if zeros is None or spec is None else placed(zeros, spec)
+                for zeros, spec in zip(map(_make_zeros, arrays), requested, strict=True)
             ]
-            state[slot] = _fill(parameters, made)
+            state[slot] = _fill(parameters, slot_arrays)
         if not self._slots:
             # An update without states also runs in the requested shardings, so they are stored.
-            state["specs"] = None if specs is None else _fill(parameters, wanted)
+            state["specs"] = None if specs is None else _fill(parameters, requested)
         return state
 
     def update(self, parameters: Any, gradients: Any, state: State) -> tuple[Any, State]:
@@ -134,7 +134,7 @@ class _Optimizer:
         Raises:
             UsageError: gradients, or a state, whose structure or shapes differ from the parameters.
         """
-        given = list(_read_leaves("parameters", parameters))
+        arrays = list(_read_leaves("parameters", parameters))
         slopes = _read_leaves_like(parameters, "gradients", gradients)
         if not isinstance(state, dict) or {"step", *self._slots} - set(state):
             raise UsageError(
@@ -151,37 +151,37 @@ class _Optimizer:
             )
         step = step + 1
         moved: list[Any] = []
-        kept: list[list[Any]] = [[] for _ in self._slots]
-        where: list[ShardingSpec | None] = [None] * len(given)
+        new_slots: list[list[Any]] = [[] for _ in self._slots]
+        where: list[ShardingSpec | None] = [None] * len(arrays)
         if state.get("specs") is not None:
             where = shardings_like(state["specs"], parameters, "specs of the state")
-        for number, (parameter, slope) in enumerate(zip(given, slopes, strict=True)):
-            own = [slot[number] for slot in slots]
+        for number, (parameter, slope) in enumerate(zip(arrays, slopes, strict=True)):
+            own_slots = [slot[number] for slot in slots]
             if parameter is None or slope is None:
-                found, after = parameter, own
+                updated, after = parameter, own_slots
             else:
-                at = own[0].type.spec if own else where[number] or parameter.type.spec
-                wide = own[0].type.dtype if own else parameter.type.dtype
+                at = own_slots[0].type.spec if own_slots else where[number] or parameter.type.spec
+                wide = own_slots[0].type.dtype if own_slots else parameter.type.dtype
                 # Moved before they are widened, because the narrower type has fewer bytes.
                 here, there = (
-                    astype(one.reduced() if at is None else placed(one, at), wide)
-                    for one in (parameter, slope)
+                    astype(array.reduced() if at is None else placed(array, at), wide)
+                    for array in (parameter, slope)
                 )
-                found, after = self._move(here, there, own, step)
-                found = astype(found, parameter.type.dtype)
-                found, *after = (
-                    one if old.type.spec is None else ended(one, old.type.spec, old)
-                    for one, old in zip((found, *after), (parameter, *own), strict=True)
+                updated, after = self._move(here, there, own_slots, step)
+                updated = astype(updated, parameter.type.dtype)
+                updated, *after = (
+                    new if old.type.spec is None else ended(new, old.type.spec, old)
+                    for new, old in zip((updated, *after), (parameter, *own_slots), strict=True)
                 )
-            moved.append(found)
-            for slot_of_all, one in zip(kept, after, strict=True):
-                slot_of_all.append(one)
+            moved.append(updated)
+            for new_slot, value in zip(new_slots, after, strict=True):
+                new_slot.append(value)
         after_step = {**state, "step": step}
-        for name, ones in zip(self._slots, kept, strict=True):
-            after_step[name] = _fill(parameters, ones)
+        for name, values in zip(self._slots, new_slots, strict=True):
+            after_step[name] = _fill(parameters, values)
         return _fill(parameters, moved), after_step
 
-    def _move(self, x: Any, slope: Any, own: list[Any], step: Any) -> tuple[Any, list[Any]]:
+    def _move(self, x: Any, slope: Any, slots: list[Any], step: Any) -> tuple[Any, list[Any]]:
         raise NotImplementedError
 
 
@@ -205,16 +205,16 @@ def _fill(tree: Any, values: Sequence[Any]) -> Any:
 
 def _read_leaves_like(parameters: Any, what: str, tree: Any) -> list[Any]:
     """Return the arrays of a tree with the structure, order and shapes of the parameters."""
-    found = leaves_like(tree, parameters, what)
+    arrays = leaves_like(tree, parameters, what)
     list(_read_leaves(what, tree))
-    for (path, parameter), one in zip(leaves(parameters), found, strict=True):
+    for (path, parameter), array in zip(leaves(parameters), arrays, strict=True):
         kind = None if parameter is None else parameter.type
-        if one is not None and (kind is None or one.type.shape != kind.shape):
+        if array is not None and (kind is None or array.type.shape != kind.shape):
             raise UsageError(
-                f"{what}{path} of {one.type} for a parameter of {kind}; give an array of the "
+                f"{what}{path} of {array.type} for a parameter of {kind}; give an array of the "
                 "parameter's shape"
             )
-    return found
+    return arrays
 
 
 def _make_zeros(parameter: Any) -> Any:
@@ -275,12 +275,12 @@ class SGD(_Optimizer):
     def _slots(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
 
-    def _move(self, x: Any, slope: Any, own: list[Any], step: Any) -> tuple[Any, list[Any]]:
+    def _move(self, x: Any, slope: Any, slots: list[Any], step: Any) -> tuple[Any, list[Any]]:
         if self.weight_decay:
             slope = slope + x * self.weight_decay
-        if own:
-            slope = own[0] * self.momentum + slope
-        return x - slope * _rate_like(self.learning_rate, x), [slope] if own else []
+        if slots:
+            slope = slots[0] * self.momentum + slope
+        return x - slope * _rate_like(self.learning_rate, x), [slope] if slots else []
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class AdamW(_Optimizer):
     >>> import reshard.spmd as sp
     >>> adam, w = AdamW(0.5, weight_decay=0.0), sp.array([1.0, 2.0])
     >>> w, state = adam.update(w, sp.array([1.0, -1.0]), adam.init(w))
-    >>> [round(one, 6) for one in w.to_dense().tolist()], sorted(state)
+    >>> [round(x, 6) for x in w.to_dense().tolist()], sorted(state)
     ([0.5, 2.5], ['exp_avg', 'exp_avg_sq', 'step'])
     """
 
@@ -329,9 +329,9 @@ class AdamW(_Optimizer):
     def _slots(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _move(self, x: Any, slope: Any, own: list[Any], step: Any) -> tuple[Any, list[Any]]:
+    def _move(self, x: Any, slope: Any, slots: list[Any], step: Any) -> tuple[Any, list[Any]]:
         first, second = self.betas
-        mean, square = own
+        mean, square = slots
         mean = mean * first + slope * (1 - first)
         square = square * second + (slope * slope) * (1 - second)
         rate = _rate_like(self.learning_rate, mean)

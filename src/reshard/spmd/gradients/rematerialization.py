@@ -54,7 +54,7 @@ def rematerialized(function: Function) -> Function:
 
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
-        tapes = [one for one in recorders if isinstance(one, Tape)]
+        tapes = [recorder for recorder in recorders if isinstance(recorder, Tape)]
         if not tapes:
             return function(*arguments, **options)
         return _run_hidden(function, arguments, options, tapes)
@@ -102,7 +102,9 @@ class _Outsiders(Recorder):
 def without(tapes: Sequence[Any]) -> Iterator[None]:
     """Hide operations inside from tapes, and from recorders that listen for tapes."""
     before = list(recorders)
-    recorders.replace(one for one in before if not any(one is tape for tape in tapes))
+    recorders.replace(
+        recorder for recorder in before if not any(recorder is tape for tape in tapes)
+    )
     try:
         yield
     finally:
@@ -114,7 +116,7 @@ def _run_hidden(
 ) -> Any:
     """Call a function, and record it on the tapes as a single step."""
     everything = [list(arguments), options]
-    given = [leaf for _, leaf in leaves(everything) if isinstance(leaf, ArrayValue)]
+    arrays = [leaf for _, leaf in leaves(everything) if isinstance(leaf, ArrayValue)]
     # Arguments go in as other arrays, so that those the function has from elsewhere are distinct.
     outsiders = _Outsiders(tapes)
     with without(tapes):
@@ -125,16 +127,18 @@ def _run_hidden(
     outsiders.record_operands(results)
     # An argument that is returned as it is, or an array from elsewhere, is a result of its own.
     with without(tapes):
-        left = [call("identity", (one,)) for one in results]
-    operands = (*given, *outsiders.found.values())
+        outputs = [call("identity", (result,)) for result in results]
+    operands = (*arrays, *outsiders.found.values())
 
     def pull_back(step: TapeStep, cotangents: Any) -> list[Any]:
         return _pull_back_again(function, everything, operands, cotangents)
 
     pullback = JointPullback(pull_back)
-    add_step(TapeStep("rematerialized", {}, operands, tuple(left), pullback))
-    made = iter(left)
-    return replaced(returned, lambda leaf: next(made) if isinstance(leaf, ArrayValue) else leaf)
+    add_step(TapeStep("rematerialized", {}, operands, tuple(outputs), pullback))
+    remaining = iter(outputs)
+    return replaced(
+        returned, lambda leaf: next(remaining) if isinstance(leaf, ArrayValue) else leaf
+    )
 
 
 def _enter(leaf: Any) -> Any:
@@ -150,12 +154,14 @@ def _pull_back_again(
     watched = [leaf for _, leaf in leaves(entered) if isinstance(leaf, ArrayValue)]
     # Arrays that the function has from elsewhere are read unchanged.
     watched += operands[len(watched) :]
-    for one in watched:
-        tape.watch(one)
+    for array in watched:
+        tape.watch(array)
     with recording(tape):
         returned = function(*entered[0], **entered[1])
     results = [leaf for _, leaf in leaves(returned) if isinstance(leaf, ArrayValue)]
-    given = cotangents if isinstance(cotangents, tuple) else (cotangents,)
-    pairs = [(one, g) for one, g in zip(results, given, strict=True) if g is not None]
-    found = tape.pulled_back(pairs)
-    return [found.of(one) for one in watched]
+    result_cotangents = cotangents if isinstance(cotangents, tuple) else (cotangents,)
+    pairs = [
+        (result, g) for result, g in zip(results, result_cotangents, strict=True) if g is not None
+    ]
+    accumulated = tape.pulled_back(pairs)
+    return [accumulated.of(array) for array in watched]

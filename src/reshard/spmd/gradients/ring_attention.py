@@ -35,7 +35,7 @@ def ring_attention(
     """Compute attention of sequences with equal shardings; `sp.attention` calls this."""
     shared: Attributes = {"is_causal": is_causal, "window": window}
     with without(find_tapes((q, k, v))):
-        found, sums = _attend(q, k, v, shared, scale)
+        output, sums = _attend(q, k, v, shared, scale)
 
     def pull_back(step: TapeStep, g: Any) -> tuple[Any, ...]:
         q, k, v = step.operands
@@ -44,8 +44,8 @@ def ring_attention(
             return by_scores
         return _pull_back(q, k, v, step.result, sums, g, shared, scale)
 
-    add_step(TapeStep("attention", {}, (q, k, v), (found,), JointPullback(pull_back)))
-    return found
+    add_step(TapeStep("attention", {}, (q, k, v), (output,), JointPullback(pull_back)))
+    return output
 
 
 def _list_turns(q: Any, k: Any, shared: Attributes) -> Iterator[Attributes]:
@@ -53,8 +53,8 @@ def _list_turns(q: Any, k: Any, shared: Attributes) -> Iterator[Attributes]:
     queries, keys = (stretches_of(x.type.spec, -2, x.shape[-2]) for x in (q, k))
     for turn in range(len(queries)):
         if any(
-            is_reached(shared, own, keys[(number + turn) % len(keys)])
-            for number, own in enumerate(queries)
+            is_reached(shared, stretch, keys[(number + turn) % len(keys)])
+            for number, stretch in enumerate(queries)
         ):
             yield {**shared, "turn": turn, "query_parts": queries, "key_parts": keys}
 
@@ -67,28 +67,28 @@ def _in_passing(x: Any) -> Any:
 def _attend(q: Any, k: Any, v: Any, shared: Attributes, scale: float) -> tuple[Any, Any]:
     """Return the weighted values and the logarithms of the sums."""
     k, v = _in_passing(k), _in_passing(v)
-    found, sums = None, None
+    output, sums = None, None
     for attributes in _list_turns(q, k, shared):
         part, logs = call("attention_turn", (q, k, v), attributes, {"scale": scale})
         if sums is None:
-            found, sums = part, logs
+            output, sums = part, logs
             continue
         both = e.logaddexp(sums, logs)
         # If no key was seen yet, both are zeros.
         level = where(e.isfinite(both), both, 0.0)
-        shares = (expand_dims(e.exp(one - level), axis=-1) for one in (sums, logs))
-        found, sums = found * next(shares) + part * next(shares), both
-    return found, sums
+        shares = (expand_dims(e.exp(log_sum - level), axis=-1) for log_sum in (sums, logs))
+        output, sums = output * next(shares) + part * next(shares), both
+    return output, sums
 
 
 def _pull_back(
-    q: Any, k: Any, v: Any, found: Any, sums: Any, g: Any, shared: Attributes, scale: float
+    q: Any, k: Any, v: Any, output: Any, sums: Any, g: Any, shared: Attributes, scale: float
 ) -> tuple[Any, ...]:
     """Return the cotangents of queries, keys and values, in the operands' shardings."""
-    shift = e.negative(sum_over(g * found, axis=-1))
+    shift = e.negative(sum_over(g * output, axis=-1))
     arrays = (q, _in_passing(k), _in_passing(v))
-    every: list[Any] = []
+    totals: list[Any] = []
     for attributes in _list_turns(q, k, shared):
         home = pull_turn(arrays, sums, shift, g, attributes, scale)
-        every = [a + b for a, b in zip(every, home, strict=True)] if every else list(home)
-    return tuple(every)
+        totals = [a + b for a, b in zip(totals, home, strict=True)] if totals else list(home)
+    return tuple(totals)

@@ -57,9 +57,9 @@ def find_pullback(call: CompiledCall) -> Pullback | None:
     Raises UsageError for an operator that cannot be differentiated, with the reason.
     """
     operator = find_operator(call.name)
-    found = _pullbacks.get(call.name, operator.pullback)
-    if found is not None or operator.is_constant:
-        return found
+    pullback = _pullbacks.get(call.name, operator.pullback)
+    if pullback is not None or operator.is_constant:
+        return pullback
     reason = operator.no_pullback or "its derivative is not known"
     raise UsageError(
         f"the gradient of {call.name}: {reason}; give one with "
@@ -97,13 +97,13 @@ def gradient(name: str) -> Callable[[UserPullback], UserPullback]:
     def add(function: UserPullback) -> UserPullback:
         def pull_back(step: TapeStep, g: Any) -> tuple[Any, ...]:
             results = step.results if len(step.results) > 1 else step.result
-            found = function(g, *step.operands, results, **step.attributes)
-            if not isinstance(found, tuple) or len(found) != len(step.operands):
+            cotangents = function(g, *step.operands, results, **step.attributes)
+            if not isinstance(cotangents, tuple) or len(cotangents) != len(step.operands):
                 raise UsageError(
-                    f"the gradient of {name} returned {type(found).__name__}; a tuple of "
+                    f"the gradient of {name} returned {type(cotangents).__name__}; a tuple of "
                     f"{len(step.operands)} was expected, one for each operand, or None"
                 )
-            return found
+            return cotangents
 
         _pullbacks[name] = JointPullback(pull_back)
         return function
@@ -181,17 +181,17 @@ class Tape(Recorder):
 
     def add(self, step: TapeStep) -> None:
         """Record a step, and watch the results that are real numbers."""
-        found = [one for one in step.results if is_real_floating(one.type.dtype)]
-        for one in step.results:
-            if kind_of(one.type.dtype) == "complex floating":
+        differentiable = [result for result in step.results if is_real_floating(result.type.dtype)]
+        for result in step.results:
+            if kind_of(result.type.dtype) == "complex floating":
                 raise UsageError(
-                    f"the gradient of {step.name}, which makes {one.type}: complex numbers have "
+                    f"the gradient of {step.name}, which makes {result.type}: complex numbers have "
                     "no gradients here; keep to real ones, or take sp.stop_gradient(x) before"
                 )
-        if found:
+        if differentiable:
             self.steps.append(step)
-            for one in found:
-                self.watch(one)
+            for result in differentiable:
+                self.watch(result)
 
     def pulled_back(self, cotangents: Sequence[tuple[ArrayValue, Any]]) -> Cotangents:
         """Return the cotangents of watched arrays, from the cotangents of results.
@@ -199,14 +199,18 @@ class Tape(Recorder):
         Args:
             cotangents: pairs of an array and its cotangent, of its shape and element type.
         """
-        found = Cotangents(cotangents)
+        accumulated = Cotangents(cotangents)
         combined: _Combined = {}
         for step in reversed(self.steps):
-            given_back = _take_results(step, found)
-            if given_back is not None:
-                wanted = [number for number, one in enumerate(step.operands) if self.is_active(one)]
-                _pull_into(found, step, combined, given_back, wanted)
-        return found
+            result_cotangents = _take_results(step, accumulated)
+            if result_cotangents is not None:
+                active = [
+                    number
+                    for number, operand in enumerate(step.operands)
+                    if self.is_active(operand)
+                ]
+                _pull_into(accumulated, step, combined, result_cotangents, active)
+        return accumulated
 
     def pulled_back_in_two(
         self, cotangents: Sequence[tuple[ArrayValue, Any]], towards: Sequence[ArrayValue]
@@ -221,36 +225,38 @@ class Tape(Recorder):
             cotangents: as in `pulled_back`.
             towards: watched arrays, whose cotangents are computed first.
         """
-        found = Cotangents(cotangents)
+        accumulated = Cotangents(cotangents)
         combined: _Combined = {}
-        reached = {id(one) for one in towards}
+        reached = {id(array) for array in towards}
         for step in self.steps:
-            if any(id(one) in reached for one in step.operands):
+            if any(id(operand) in reached for operand in step.operands):
                 reached.update(map(id, step.results))
         waiting: list[tuple[TapeStep, Any, list[int]]] = []
         for step in reversed(self.steps):
-            wanted = [number for number, one in enumerate(step.operands) if self.is_active(one)]
-            if not any(id(one) in reached for one in step.results):
-                waiting.append((step, None, wanted))
+            active = [
+                number for number, operand in enumerate(step.operands) if self.is_active(operand)
+            ]
+            if not any(id(result) in reached for result in step.results):
+                waiting.append((step, None, active))
                 continue
-            given_back = _take_results(step, found)
-            if given_back is None:
+            result_cotangents = _take_results(step, accumulated)
+            if result_cotangents is None:
                 continue
-            now = wanted
+            now = active
             if not isinstance(step.pullback, JointPullback):
-                now = [number for number in wanted if id(step.operands[number]) in reached]
-                later = [number for number in wanted if number not in now]
-                waiting.append((step, given_back, later))
-            _pull_into(found, step, combined, given_back, now)
+                now = [number for number in active if id(step.operands[number]) in reached]
+                later = [number for number in active if number not in now]
+                waiting.append((step, result_cotangents, later))
+            _pull_into(accumulated, step, combined, result_cotangents, now)
 
         def pull_rest() -> None:
-            for step, kept, wanted in waiting:
-                given_back = _take_results(step, found) if kept is None else kept
-                if given_back is not None and wanted:
-                    _pull_into(found, step, combined, given_back, wanted)
+            for step, saved, numbers in waiting:
+                result_cotangents = _take_results(step, accumulated) if saved is None else saved
+                if result_cotangents is not None and numbers:
+                    _pull_into(accumulated, step, combined, result_cotangents, numbers)
             waiting.clear()
 
-        return found, pull_rest
+        return accumulated, pull_rest
 
 
 class OfElements(Recorder):
@@ -294,30 +300,32 @@ def _list_hearing(arrays: Sequence[Any]) -> list[tuple[Recorder, Recorder]]:
     While a function is traced, tapes observe only arrays with elements.
     """
     is_abstract = any(isinstance(x, ArrayValue) and x.runner.is_abstract for x in arrays)
-    found: list[tuple[Recorder, Recorder]] = []
-    for one in recorders:
-        if not isinstance(one, OfElements):
-            found.append((one, one))
+    observers: list[tuple[Recorder, Recorder]] = []
+    for recorder in recorders:
+        if not isinstance(recorder, OfElements):
+            observers.append((recorder, recorder))
         elif not is_abstract:
-            found.append((one, one.recorder))
-    return found
+            observers.append((recorder, recorder.recorder))
+    return observers
 
 
 def add_step(step: TapeStep) -> None:
     """Record a step that is not an operator on the tapes on whose watched arrays it depends."""
-    for _, one in _list_hearing((*step.operands, *step.results)):
-        if isinstance(one, Tape) and any(map(one.is_active, step.operands)):
-            one.add(step)
+    for _, recorder in _list_hearing((*step.operands, *step.results)):
+        if isinstance(recorder, Tape) and any(map(recorder.is_active, step.operands)):
+            recorder.add(step)
         else:
-            one.record_operands(step.operands)
+            recorder.record_operands(step.operands)
 
 
 def find_tapes(arrays: Sequence[Any]) -> list[Recorder]:
-    """Return the recorders of the tapes on which a step of some arrays is put."""
-    return [listening for listening, one in _list_hearing(arrays) if isinstance(one, Tape)]
+    """Return the recorders of the tapes that record a step of some arrays."""
+    return [
+        listening for listening, recorder in _list_hearing(arrays) if isinstance(recorder, Tape)
+    ]
 
 
-# Operators whose pullbacks do not read operands, only the result or the cotangent.
+# Operators whose pullbacks read only the result or the cotangent, not the operands.
 _READING_NONE_NAMES = """
 exp expm1 reciprocal sqrt tan tanh
 add subtract negative positive astype identity sum cumulative_sum diagonal
@@ -351,42 +359,44 @@ def _with_combined(step: TapeStep, combined: _Combined) -> TapeStep:
     return replace(step, operands=tuple(operands))
 
 
-def _take_results(step: TapeStep, found: Cotangents) -> Any:
+def _take_results(step: TapeStep, cotangents: Cotangents) -> Any:
     """Return the cotangents of a step's results for its pullback, or None if there are none."""
-    given = [found.take(one) for one in step.results]
-    if all(one is None for one in given):
+    taken = [cotangents.take(result) for result in step.results]
+    if all(cotangent is None for cotangent in taken):
         return None
     # Unused results have a cotangent of zeros, and indices have no cotangent.
     filled = tuple(
-        _settle(one, result.type, step.name)
-        if one is not None
+        _settle(cotangent, result.type, step.name)
+        if cotangent is not None
         else zeros_like(result)
         if is_real_floating(result.type.dtype)
         else None
-        for one, result in zip(given, step.results, strict=True)
+        for cotangent, result in zip(taken, step.results, strict=True)
     )
     return filled[0] if len(filled) == 1 else filled
 
 
 def _pull_into(
-    found: Cotangents,
+    cotangents: Cotangents,
     step: TapeStep,
     combined: _Combined,
-    given_back: Any,
-    wanted: Sequence[int],
+    result_cotangents: Any,
+    positions: Sequence[int],
 ) -> None:
-    """Add the cotangents of some operands of a step, by their places."""
+    """Add the cotangents of the operands of a step at some positions."""
     pullback, read = step.pullback, _with_combined(step, combined)
     if isinstance(pullback, JointPullback):
-        every = pullback.function(read, given_back)
-        pulled = [every[number] for number in wanted]
+        operand_cotangents = pullback.function(read, result_cotangents)
+        pulled = [operand_cotangents[number] for number in positions]
     else:
-        pulled = [pullback(read, given_back, number) for number in wanted]
-    for operand, one in zip([step.operands[number] for number in wanted], pulled, strict=True):
-        if one is not None:
+        pulled = [pullback(read, result_cotangents, number) for number in positions]
+    for operand, cotangent in zip(
+        [step.operands[number] for number in positions], pulled, strict=True
+    ):
+        if cotangent is not None:
             # A cotangent has the operand's shape and element type: broadcast dimensions are summed.
-            fitting = summed_to(one, operand.type.shape)
-            found.add(operand, data_types.astype(fitting, operand.type.dtype))
+            fitting = summed_to(cotangent, operand.type.shape)
+            cotangents.add(operand, data_types.astype(fitting, operand.type.dtype))
 
 
 class Cotangents:
@@ -398,13 +408,13 @@ class Cotangents:
             self.add(array, cotangent)
 
     def add(self, array: Any, cotangent: Any) -> None:
-        known = self._by_id.get(id(array))
-        if known is not None:
-            own, other = cotangent.type.spec, known.type.spec
+        earlier = self._by_id.get(id(array))
+        if earlier is not None:
+            spec, other = cotangent.type.spec, earlier.type.spec
             # An array that was sent to another mesh may have cotangents over both.
-            if own is not None and other is not None and own.mesh is not other.mesh:
+            if spec is not None and other is not None and spec.mesh is not other.mesh:
                 cotangent = cotangent.shard(replicated(other.mesh, cotangent.ndim))
-            cotangent = known + cotangent
+            cotangent = earlier + cotangent
         self._by_id[id(array)] = cotangent
 
     def take(self, array: Any) -> Any:
@@ -421,9 +431,9 @@ def _move_back(step: TapeStep, cotangent: Any, number: int) -> Any:
 
     Operations bring it to the sharding that they need, but they cannot bring it to another mesh.
     """
-    own, given = step.operands[0].type.spec, cotangent.type.spec
-    if own is not None and given is not None and own.mesh is not given.mesh:
-        return placed(cotangent, without_partial(own))
+    spec, cotangent_spec = step.operands[0].type.spec, cotangent.type.spec
+    if spec is not None and cotangent_spec is not None and spec.mesh is not cotangent_spec.mesh:
+        return placed(cotangent, without_partial(spec))
     return cotangent
 
 
@@ -434,7 +444,7 @@ _PASSING = frozenset(
 
 def _settle(cotangent: Any, kind: ArrayType, name: str) -> Any:
     """Return a value's cotangent for its pullback: combined, and sharded where that is free."""
-    spec, own = cotangent.type.spec, kind.spec
+    spec, value_spec = cotangent.type.spec, kind.spec
     if not settles() or name == WITH_SHARDING:
         return cotangent
     if spec is not None and spec.partial_axes:
@@ -442,14 +452,15 @@ def _settle(cotangent: Any, kind: ArrayType, name: str) -> Any:
         if name in _PASSING:
             return cotangent
         return placed(
-            cotangent, replicated(spec.mesh, kind.ndim) if own is None else without_partial(own)
+            cotangent,
+            replicated(spec.mesh, kind.ndim) if value_spec is None else without_partial(value_spec),
         )
-    if own is None:
+    if value_spec is None:
         return cotangent
     # A whole cotangent is sharded without moving anything. The cotangent of contributions is
     # gathered once here, since each pullback of the operations that made them needs it whole.
-    if own.partial_axes or not cotangent.type.is_cut:
-        return placed(cotangent, without_partial(own))
+    if value_spec.partial_axes or not cotangent.type.is_cut:
+        return placed(cotangent, without_partial(value_spec))
     return cotangent
 
 
@@ -465,8 +476,8 @@ def ended(x: Any, spec: ShardingSpec, like: Any = None) -> Any:
     """
     if settles():
         return placed(x, spec)
-    made = x.shard(spec)
+    result = x.shard(spec)
     if like is not None:
         for recorder in recorders:
-            recorder.record_end(made, like)
-    return made
+            recorder.record_end(result, like)
+    return result

@@ -95,17 +95,17 @@ def value_and_grad(
         places = _read_places(argnums, len(arguments))
 
         def of_chosen(*chosen: Any) -> Any:
-            given = list(arguments)
-            for place, one in zip(places, chosen, strict=True):
-                given[place] = one
-            return function(*given, **options)
+            inputs = list(arguments)
+            for place, argument in zip(places, chosen, strict=True):
+                inputs[place] = argument
+            return function(*inputs, **options)
 
         chosen = [arguments[place] for place in places]
         value, aux, pullback = _run(of_chosen, chosen, has_aux, "grad")
         _check_value(value)
-        wanted = (specs,) if isinstance(argnums, int) and specs is not None else specs
-        found = pullback(ones_like(value), specs=wanted)
-        gradients = found[0] if isinstance(argnums, int) else found
+        gradient_specs = (specs,) if isinstance(argnums, int) and specs is not None else specs
+        cotangents = pullback(ones_like(value), specs=gradient_specs)
+        gradients = cotangents[0] if isinstance(argnums, int) else cotangents
         return ((value, aux) if has_aux else value), gradients
 
     return differentiated
@@ -163,32 +163,32 @@ def vjp_in_two(
     >>> slope.to_dense().tolist(), rest().to_dense().tolist()
     ([3.0], [5.0])
     """
-    tape, given = _watch([parameters, inputs], "vjp")
-    towards = [leaf for _, leaf in leaves(given[1]) if leaf is not None]
+    tape, watched = _watch([parameters, inputs], "vjp")
+    towards = [leaf for _, leaf in leaves(watched[1]) if leaf is not None]
     with recording(tape):
-        value = function(given[0]) if inputs is None else function(*given)
+        value = function(watched[0]) if inputs is None else function(*watched)
 
     def pullback(cotangents: Any) -> tuple[Any, Callable[[], Any]]:
-        found, pull_rest = tape.pulled_back_in_two(_pair(value, cotangents), towards)
+        accumulated, pull_rest = tape.pulled_back_in_two(_pair(value, cotangents), towards)
 
         def parameters_too() -> Any:
             pull_rest()
-            return _end_all(given[0], found, specs)
+            return _end_all(watched[0], accumulated, specs)
 
-        return _end_all(given[1], found, None), parameters_too
+        return _end_all(watched[1], accumulated, None), parameters_too
 
     return value, pullback
 
 
 def _read_places(argnums: Places, count: int) -> tuple[int, ...]:
-    given = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
-    wrong = [n for n in given if type(n) is not int or not -count <= n < count]
-    if wrong or len({n % count for n in given}) != len(given):
+    numbers = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
+    wrong = [n for n in numbers if type(n) is not int or not -count <= n < count]
+    if wrong or len({n % count for n in numbers}) != len(numbers):
         raise UsageError(
             f"argnums={argnums!r} of a function that was called with {count} arguments by place; "
             f"give different whole numbers of 0 to {count - 1}"
         )
-    return tuple(n % count for n in given)
+    return tuple(n % count for n in numbers)
 
 
 def _check_value(value: Any) -> None:
@@ -215,34 +215,34 @@ def as_parameter(leaf: Any, asked: str) -> Any:
             f"sp.{asked} by {leaf!r}, a {type(leaf).__name__}; arrays of real floating numbers "
             "were expected: leave it out of the arguments that argnums names"
         )
-    found = leaf if isinstance(leaf, ArrayValue) else array(leaf)
-    if not is_real_floating(found.type.dtype):
+    parameter = leaf if isinstance(leaf, ArrayValue) else array(leaf)
+    if not is_real_floating(parameter.type.dtype):
         raise UsageError(
-            f"sp.{asked} by an array of {found.type}; real floating numbers were expected: cast it "
-            "with sp.astype, or leave it out of the arguments that argnums names"
+            f"sp.{asked} by an array of {parameter.type}; real floating numbers were expected: "
+            "cast it with sp.astype, or leave it out of the arguments that argnums names"
         )
     # A new object with the same numbers: an array that is passed twice, or that the function also
     # has from elsewhere, is a different array there.
-    return call("identity", (found,))
+    return call("identity", (parameter,))
 
 
 def _watch(tree: Any, asked: str) -> tuple[Tape, Any]:
     """Return a tape that watches the arrays of a tree, and the tree with these arrays."""
     tape = Tape()
-    given = replaced(tree, lambda leaf: as_parameter(leaf, asked))
-    for _, leaf in leaves(given):
+    watched = replaced(tree, lambda leaf: as_parameter(leaf, asked))
+    for _, leaf in leaves(watched):
         if leaf is not None:
             tape.watch(leaf)
-    return tape, given
+    return tape, watched
 
 
 def _run(
     function: Function, primals: Sequence[Any], has_aux: bool, asked: str
 ) -> tuple[Any, Any, Function]:
     """Return a function's value, its auxiliary output, and its pullback."""
-    tape, given = _watch(list(primals), asked)
+    tape, watched = _watch(list(primals), asked)
     with recording(tape):
-        value = function(*given)
+        value = function(*watched)
     aux = None
     if has_aux:
         if not isinstance(value, tuple) or len(value) != 2:
@@ -253,16 +253,16 @@ def _run(
         value, aux = value
 
     def pullback(cotangents: Any, *, specs: Any = None) -> tuple[Any, ...]:
-        return tuple(_end_all(given, tape.pulled_back(_pair(value, cotangents)), specs))
+        return tuple(_end_all(watched, tape.pulled_back(_pair(value, cotangents)), specs))
 
     return value, aux, pullback
 
 
 def _pair(value: Any, cotangents: Any) -> list[tuple[Any, Any]]:
     """Return the arrays of a value with their cotangents. Raises UsageError if they do not fit."""
-    given = leaves_like(cotangents, value, "cotangents")
+    flat_cotangents = leaves_like(cotangents, value, "cotangents")
     pairs = []
-    for (path, output), cotangent in zip(leaves(value), given, strict=True):
+    for (path, output), cotangent in zip(leaves(value), flat_cotangents, strict=True):
         if cotangent is None:
             continue
         if not isinstance(output, ArrayValue):
@@ -270,33 +270,33 @@ def _pair(value: Any, cotangents: Any) -> list[tuple[Any, Any]]:
                 f"a cotangent for {output!r}, a {type(output).__name__} that the function "
                 "returned; give None for what is no array"
             )
-        one = cotangent if isinstance(cotangent, ArrayValue) else array(cotangent)
-        if (one.type.shape, one.type.dtype) != (output.type.shape, output.type.dtype):
+        g = cotangent if isinstance(cotangent, ArrayValue) else array(cotangent)
+        if (g.type.shape, g.type.dtype) != (output.type.shape, output.type.dtype):
             raise UsageError(
-                f"a cotangent of {one.type} for the value{path} of {output.type}; it has the "
+                f"a cotangent of {g.type} for the value{path} of {output.type}; it has the "
                 "value's shape and element type"
             )
-        pairs.append((output, one))
+        pairs.append((output, g))
     return pairs
 
 
-def _end_all(parameters: Any, found: Cotangents, specs: Any) -> Any:
+def _end_all(parameters: Any, cotangents: Cotangents, specs: Any) -> Any:
     """Return the gradients of a tree of parameters, in their own or in requested shardings."""
-    wanted: Iterator[ShardingSpec | None] = itertools.repeat(None)
+    requested: Iterator[ShardingSpec | None] = itertools.repeat(None)
     if specs is not None:
-        wanted = iter(shardings_like(specs, parameters, "specs of gradients"))
+        requested = iter(shardings_like(specs, parameters, "specs of gradients"))
 
     def end(parameter: Any) -> Any:
-        spec = next(wanted)
+        spec = next(requested)
         if parameter is None:
             return None
-        cotangent, own = found.of(parameter), parameter.type.spec
+        cotangent, own_spec = cotangents.of(parameter), parameter.type.spec
         if cotangent is None:
             cotangent = zeros_like(parameter)
         if spec is not None:
             return ended(cotangent, spec)
-        if own is None:
+        if own_spec is None:
             return cotangent.reduced()
-        return ended(cotangent, without_partial(own), parameter)
+        return ended(cotangent, without_partial(own_spec), parameter)
 
     return replaced(parameters, end)
