@@ -72,8 +72,8 @@ def expert_routing(
     >>> rows = routing.send(sp.array([[1.0], [2.0], [3.0]]))
     >>> rows.to_dense().tolist(), routing.counts.tolist()
     ([[2.0], [1.0], [3.0]], [1, 2])
-    >>> made = routing.multiply(rows, sp.array([[[10.0]], [[100.0]]]))
-    >>> routing.back(made).to_dense().tolist()
+    >>> products = routing.multiply(rows, sp.array([[[10.0]], [[100.0]]]))
+    >>> routing.back(products).to_dense().tolist()
     [[100.0], [20.0], [300.0]]
     """
     if which.ndim not in (1, 2):
@@ -102,11 +102,11 @@ class ExpertRouting:
     ) -> None:
         spec = which.type.spec
         self.mesh = None if spec is None else spec.mesh
-        known = () if self.mesh is None else self.mesh.axis_names
-        if not set(names) <= set(known) or len(set(names)) < len(names):
+        axis_names = () if self.mesh is None else self.mesh.axis_names
+        if not set(names) <= set(axis_names) or len(set(names)) < len(names):
             raise MeshError(
                 f"experts over {', '.join(names)}; different axes of a mesh of "
-                f"{', '.join(known) or 'none'} were expected"
+                f"{', '.join(axis_names) or 'none'} were expected"
             )
         if not which.runner.has_everyone(self.mesh):
             raise MeshError(
@@ -120,28 +120,28 @@ class ExpertRouting:
         self._which = which
         # Tokens are sharded over the experts' axes too, so that each row has a single sender.
         cut = () if spec is None else spec.dim_specs[0].axes
-        tokens = [one for one in cut if one.name not in names or one in map(Axis, names)]
+        tokens = [axis for axis in cut if axis.name not in names or axis in map(Axis, names)]
         self._expert_axes = tuple(map(Axis, names))
-        self._axes = (*tokens, *(one for one in self._expert_axes if one not in tokens))
+        self._axes = (*tokens, *(axis for axis in self._expert_axes if axis not in tokens))
         which = self._cut_over_parts(which)
         if self.runner.is_abstract:
             counts = self._suppose_counts(which)
             self._rows = ExpertRows(_limit_counts(counts, capacity), self._find_owners())
             return
-        experts = [self.runner.library.numpy(one).reshape(-1) for one in which._shards]
+        experts = [self.runner.library.numpy(shard).reshape(-1) for shard in which._shards]
         counts = self._exchange_counts(experts)
         limits = None if capacity is None else _share_out(counts, capacity)
         self._rows = ExpertRows(_limit_counts(counts, capacity), self._find_owners())
         self._orders = [
-            self._rows.order_to_send(part, one, None if limits is None else limits[part])
-            for part, one in zip(self._parts, experts, strict=True)
+            self._rows.order_to_send(part, part_experts, None if limits is None else limits[part])
+            for part, part_experts in zip(self._parts, experts, strict=True)
         ]
 
     @property
     def counts(self) -> Integers:
         """The number of rows of each expert: `[experts]`."""
-        found: Integers = self._rows.counts.sum(0)
-        return found
+        counts: Integers = self._rows.counts.sum(0)
+        return counts
 
     @property
     def moved_rows(self) -> int:
@@ -179,8 +179,8 @@ class ExpertRouting:
             return arrived
 
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
-            found = self.back(g)
-            return [sum_over(found, axis=1) if is_repeated else found]
+            cotangent = self.back(g)
+            return [sum_over(cotangent, axis=1) if is_repeated else cotangent]
 
         kind = ArrayType((int(self.counts.sum()), x.shape[-1]), x.dtype, self._row_spec)
         return self._carry_out("expert_rows_sent", (x,), kind, compute, pull_back, moves=True)
@@ -205,28 +205,28 @@ class ExpertRouting:
                 order = np.argsort(self._rows.sorted_at(part))
                 shards.append(library.namespace.take(shard, self._indices(order, shard), axis=0))
             arrived = self._move(rows.dtype, shards, self._rows.sent, self._rows.own)
-            found = []
+            outputs = []
             for shard, order, part in zip(arrived, self._orders, self._parts, strict=True):
                 tokens = self._tokens_of(part)
                 each = self.chosen or 1
-                whole = library.filled((tokens * each, width), 0, shard)
-                whole[self._indices(order, shard)] = shard
-                whole = library.linked(whole, shard)
-                found.append(whole.reshape((tokens, *self._lead[1:], width)))
-            return found
+                scattered = library.filled((tokens * each, width), 0, shard)
+                scattered[self._indices(order, shard)] = shard
+                scattered = library.linked(scattered, shard)
+                outputs.append(scattered.reshape((tokens, *self._lead[1:], width)))
+            return outputs
 
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
             return [self.send(g)]
 
         kind = ArrayType((*self._lead, width), rows.dtype, self._spec(len(self._lead) + 1))
-        found = self._carry_out("expert_rows_back", (rows,), kind, compute, pull_back, moves=True)
+        output = self._carry_out("expert_rows_back", (rows,), kind, compute, pull_back, moves=True)
         if weights is None:
-            return found
+            return output
         _, weights = operands(rows, weights)
         if tuple(weights.shape) != self._lead:
             raise SpecError(f"weights of shape {list(weights.shape)}; {list(self._lead)} expected")
-        found = found * expand_dims(weights, axis=-1)
-        return found if self.chosen is None else sum_over(found, axis=1)
+        output = output * expand_dims(weights, axis=-1)
+        return output if self.chosen is None else sum_over(output, axis=1)
 
     def multiply(self, rows: Any, matrices: Any, /) -> Any:
         """Multiply each row `[rows, d]` by the matrix of its expert, `[experts, d, e]`."""
@@ -243,7 +243,8 @@ class ExpertRouting:
             parts = zip(self._parts, rows._shards, matrices._shards, strict=True)
             library = self.runner.library
             return [
-                grouped_product(library, own, each, self._ends(part)) for part, own, each in parts
+                grouped_product(library, local_rows, local_matrices, self._ends(part))
+                for part, local_rows, local_matrices in parts
             ]
 
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
@@ -253,7 +254,7 @@ class ExpertRouting:
         return self._carry_out("expert_product", (rows, matrices), kind, compute, pull_back)
 
     def _outer(self, rows: Any, others: Any) -> Any:
-        """Of each expert the sum over its rows of their products with others: `[experts, d, e]`."""
+        """Return for each expert the sum of its rows' products with others: `[experts, d, e]`."""
         rows, others = self._take_rows(rows), self._take_rows(others)
         shape = self.count, rows.shape[-1], others.shape[-1]
 
@@ -261,7 +262,8 @@ class ExpertRouting:
             parts = zip(self._parts, rows._shards, others._shards, strict=True)
             library = self.runner.library
             return [
-                grouped_outer(library, own, other, self._ends(part)) for part, own, other in parts
+                grouped_outer(library, local_rows, local_others, self._ends(part))
+                for part, local_rows, local_others in parts
             ]
 
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
@@ -276,19 +278,19 @@ class ExpertRouting:
 
     @property
     def _parts(self) -> list[int]:
-        """Which part of the tokens each rank here has."""
+        """The part of the tokens of each local rank."""
         if self.mesh is None or not self._axes:
             return [0] * len(self.runner.ranks(self.mesh))
         of_devices = self.mesh.coordinates(self._axes).tolist()
-        known = dict(zip(self.mesh.devices, of_devices, strict=True))
-        return [known[rank] for rank in self.runner.ranks(self.mesh)]
+        part_of = dict(zip(self.mesh.devices, of_devices, strict=True))
+        return [part_of[rank] for rank in self.runner.ranks(self.mesh)]
 
     @property
     def _sizes(self) -> list[int]:
-        return [] if self.mesh is None else [self.mesh.axis_size(one) for one in self._axes]
+        return [] if self.mesh is None else [self.mesh.axis_size(axis) for axis in self._axes]
 
     def _spec(self, ndim: int, rule: CutRule | None = None) -> ShardingSpec | None:
-        """Return the first dimension sharded over the tokens' axes, by a rule or evenly."""
+        """Return a sharding of the first dimension over the tokens' axes, by a rule or evenly."""
         if self.mesh is None:
             return None
         levels = [Level(self._axes, rule)] if self._axes else []
@@ -301,58 +303,60 @@ class ExpertRouting:
         return self._spec(2, self._rows.at_experts)
 
     def _cut_experts(self, ndim: int, pending: bool = False) -> ShardingSpec | None:
-        """Return the first dimension sharded over the experts' axes."""
+        """Return a sharding of the first dimension over the experts' axes."""
         if self.mesh is None:
             return None
         dims = [DimSpec(self._expert_axes), *[DimSpec()] * (ndim - 1)]
         # Each part of the tokens along the other axes has a contribution.
-        waiting = [one for one in self._axes if one not in self._expert_axes]
+        waiting = [axis for axis in self._axes if axis not in self._expert_axes]
         return ShardingSpec(self.mesh, dims, partial_axes=waiting if pending else ())
 
     def _find_owners(self) -> Integers:
-        """`[parts, experts]`: the part that has an expert, of those beside a part."""
+        """Return the part to which each part sends rows of each expert, `[parts, experts]`."""
         sizes = self._sizes
         parts = int(np.prod(sizes, dtype=np.int64))
-        places = np.array(np.unravel_index(np.arange(parts), sizes)) if sizes else None
-        if self.mesh is None or not self._expert_axes or places is None:
+        coordinates = np.array(np.unravel_index(np.arange(parts), sizes)) if sizes else None
+        if self.mesh is None or not self._expert_axes or coordinates is None:
             return np.tile(np.arange(parts)[:, None], (1, self.count))
         spec = ShardingSpec(self.mesh, [DimSpec(self._expert_axes)])
         lengths = [stop - start for start, stop in parts_of(spec, 0, self.count)]
         of_expert = np.repeat(np.arange(len(lengths)), lengths)
-        own = np.unravel_index(of_expert, [self.mesh.axis_size(one) for one in self._expert_axes])
-        found = np.repeat(places[:, :, None], self.count, axis=2)
-        for axis, place in zip(self._expert_axes, own, strict=True):
-            found[self._axes.index(axis)] = place
-        owners: Integers = np.ravel_multi_index(tuple(found), sizes)
+        expert_coordinates = np.unravel_index(
+            of_expert, [self.mesh.axis_size(axis) for axis in self._expert_axes]
+        )
+        owner_coordinates = np.repeat(coordinates[:, :, None], self.count, axis=2)
+        for axis, coordinate in zip(self._expert_axes, expert_coordinates, strict=True):
+            owner_coordinates[self._axes.index(axis)] = coordinate
+        owners: Integers = np.ravel_multi_index(tuple(owner_coordinates), sizes)
         return owners
 
     def _exchange_counts(self, experts: Sequence[Integers]) -> Integers:
         """Return the counts `[parts, experts]`. All ranks return them, or raise ArrayIndexError."""
         rows = []
-        for one in experts:
+        for numbers in experts:
             # Compared in their own type, because a uint64 may exceed the range of int64.
-            bad = one[(one < 0) | (one >= self.count)]
-            good = one[(one >= 0) & (one < self.count)].astype(np.int64)
+            bad = numbers[(numbers < 0) | (numbers >= self.count)]
+            good = numbers[(numbers >= 0) & (numbers < self.count)].astype(np.int64)
             first = int(bad[0]) if len(bad) else 0
-            told = [len(bad), max(min(first, 2**63 - 1), -(2**63))]
+            invalid = [len(bad), max(min(first, 2**63 - 1), -(2**63))]
             counts = np.bincount(good, minlength=self.count)
-            rows.append(np.concatenate([counts, told]).astype(np.int64)[None])
-        shards = tuple(self.runner.library.array(one) for one in rows)
+            rows.append(np.concatenate([counts, invalid]).astype(np.int64)[None])
+        shards = tuple(self.runner.library.array(row) for row in rows)
         spec = self._spec(2)
         if spec is not None and self._axes:
             parts = int(np.prod(self._sizes))
             kind = ArrayType((parts, self.count + 2), _COUNTS, spec)
             shards = self.runner.movement(kind, replicated(spec.mesh, 2))(shards)
-        found = self.runner.library.numpy(shards[0])
-        wrong = np.flatnonzero(found[:, -2])
+        exchanged = self.runner.library.numpy(shards[0])
+        wrong = np.flatnonzero(exchanged[:, -2])
         if len(wrong):
             raise self.runner.collective_error(
                 ArrayIndexError(
-                    f"expert {found[wrong[0], -1]} of {self.count}; give one of 0 to "
+                    f"expert {exchanged[wrong[0], -1]} of {self.count}; give one of 0 to "
                     f"{self.count - 1}"
                 )
             )
-        counted: Integers = found[:, :-2].astype(np.int64)
+        counted: Integers = exchanged[:, :-2].astype(np.int64)
         return counted
 
     def _take(self, x: Any) -> Any:
@@ -381,7 +385,7 @@ class ExpertRouting:
         return rows if spec is None else placed(rows, spec)
 
     def _ends(self, part: int) -> Integers:
-        """Of the experts of a part, where the rows of each stop."""
+        """Return where the rows of each expert of a part end."""
         counts = self._rows.counts_at(part)[np.any(self._rows.owners == part, axis=0)]
         return np.cumsum(counts)
 
@@ -409,24 +413,26 @@ class ExpertRouting:
     def _carry_out(
         self,
         name: str,
-        given: tuple[Any, ...],
+        inputs: tuple[Any, ...],
         kind: ArrayType,
         compute: Callable[[], list[Any]],
         pull_back: Callable[[TapeStep, Any], list[Any]],
         moves: bool = False,
     ) -> Any:
-        """Compute, or suppose, the result, as a single step of the tapes that listen."""
-        with without(find_tapes(given)):
+        """Compute the result, or an abstract one, and record it as a single step on the tapes."""
+        with without(find_tapes(inputs)):
             if self.runner.is_abstract:
                 row_bytes = kind.shape[-1] * kind.dtype.itemsize_bytes
                 moved_bytes = self.moved_rows * self._copies * row_bytes if moves else 0
-                made = self._suppose(name, given, kind, moved_bytes)
+                result = self._suppose(name, inputs, kind, moved_bytes)
             else:
-                made = type(self._which).of_shards(kind, tuple(compute()), self.runner)
-        add_step(TapeStep(name, {}, given, (made,), JointPullback(pull_back)))
-        return made
+                result = type(self._which).of_shards(kind, tuple(compute()), self.runner)
+        add_step(TapeStep(name, {}, inputs, (result,), JointPullback(pull_back)))
+        return result
 
-    def _suppose(self, name: str, given: tuple[Any, ...], kind: ArrayType, moved_bytes: int) -> Any:
+    def _suppose(
+        self, name: str, inputs: tuple[Any, ...], kind: ArrayType, moved_bytes: int
+    ) -> Any:
         """Return an array without elements, as an operation of the traced function."""
         wrap = type(self._which)
 
@@ -435,12 +441,12 @@ class ExpertRouting:
 
         recorder = listening_recorder()
         if recorder is None:
-            return run(given, self.runner)[0]
+            return run(inputs, self.runner)[0]
         body = Body(run, lambda _: BodyCosts(moved_bytes))
-        return recorder.add_body(name, body, given, [kind])[0]
+        return recorder.add_body(name, body, inputs, [kind])[0]
 
     def _suppose_counts(self, which: Any) -> Integers:
-        """`[parts, experts]`, as if each expert were chosen as often as the others."""
+        """Return counts `[parts, experts]` as if all experts were chosen equally often."""
         parts = int(np.prod(self._sizes, dtype=np.int64))
         numbers = ArrayType((parts, self.count + 2), _COUNTS)
         received_bytes = (parts - 1) * (self.count + 2) * _COUNTS.itemsize_bytes
@@ -462,10 +468,10 @@ def _limit_counts(counts: Integers, capacity: int | None) -> Integers:
 
 
 def _share_out(counts: Integers, capacity: int) -> Integers:
-    """`[parts, experts]`: how many rows each part may send, the first parts first."""
+    """Return how many rows each part may send, `[parts, experts]`; earlier parts come first."""
     before = np.cumsum(counts, axis=0) - counts
-    found: Integers = np.clip(capacity - before, 0, None)
-    return found
+    limits: Integers = np.clip(capacity - before, 0, None)
+    return limits
 
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -485,7 +491,7 @@ class ExpertRows:
         owners: `[parts, experts]`, the part that has the expert to which a part sends.
 
     >>> rows = ExpertRows(np.array([[2, 0, 1, 1], [0, 2, 0, 2]]), np.array([[0, 0, 1, 1]] * 2))
-    >>> rows.sent.sizes, [one.sizes for one in rows.sent.rules], rows.at_experts.sizes
+    >>> rows.sent.sizes, [rule.sizes for rule in rows.sent.rules], rows.at_experts.sizes
     ((4, 4), [(2, 2), (2, 2)], (4, 4))
     >>> rows.sorted_at(1).tolist(), rows.counts_at(1).tolist()
     ([0, 1, 2, 3], [0, 0, 1, 3])
@@ -504,11 +510,11 @@ class ExpertRows:
 
     @cached_property
     def _exchanged(self) -> Integers:
-        """`[from, to]`."""
-        found = np.zeros((len(self.counts),) * 2, np.int64)
+        """The number of rows from each part to each other, `[from, to]`."""
+        exchanged = np.zeros((len(self.counts),) * 2, np.int64)
         parts = np.repeat(np.arange(len(self.counts)), self.counts.shape[1])
-        np.add.at(found, (parts, self.owners.ravel()), self.counts.ravel())
-        return found
+        np.add.at(exchanged, (parts, self.owners.ravel()), self.counts.ravel())
+        return exchanged
 
     @property
     def own(self) -> Sizes:
@@ -518,7 +524,7 @@ class ExpertRows:
     @property
     def sent(self) -> Joined:
         """The sharding of the same rows at their experts."""
-        some = [tuple(one) for one in self._exchanged.tolist() if sum(one)]
+        some = [tuple(row) for row in self._exchanged.tolist() if sum(row)]
         return Joined(tuple(map(sum, some)), tuple(map(Sizes, some)))
 
     @property
@@ -548,7 +554,7 @@ class ExpertRows:
         return order[before < capacity[of_sorted]]
 
     def sorted_at(self, part: int) -> Integers:
-        """Which of the rows that arrive at a part comes where, by expert and then by sender."""
+        """Return the order that sorts the rows arriving at a part by expert, then by sender."""
         if part not in self._sorted:
             self._sorted[part] = self._sort_at(part)
         return self._sorted[part]
@@ -562,18 +568,20 @@ class ExpertRows:
         senders, experts = senders[arriving], experts[arriving]
         lengths = self.counts[senders, experts]
         starts = np.cumsum(lengths) - lengths
-        wanted = np.lexsort((senders, experts))
-        pieces = [np.arange(starts[n], starts[n] + lengths[n]) for n in wanted]
+        by_expert = np.lexsort((senders, experts))
+        pieces = [np.arange(starts[n], starts[n] + lengths[n]) for n in by_expert]
         return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
 
     def counts_at(self, part: int) -> Integers:
         """Return how many rows a part has of each expert."""
-        found: Integers = np.where(self.owners == part, self.counts, 0).sum(0)
-        return found
+        counts: Integers = np.where(self.owners == part, self.counts, 0).sum(0)
+        return counts
 
 
 def grouped_product(library: Library, rows: Any, matrices: Any, ends: Integers) -> Any:
-    """Rows `[n, d]` by `[experts, d, e]`: `[n, e]`; `ends` is where the rows of each expert stop.
+    """Multiply rows `[n, d]` by the matrices of their experts, `[experts, d, e]`: `[n, e]`.
+
+    `ends` is where the rows of each expert stop.
 
     >>> from reshard.spmd.core.backend import library
     >>> rows, matrices = np.ones((3, 2)), np.array([[[1.0], [1.0]], [[5.0], [5.0]]])
@@ -583,15 +591,15 @@ def grouped_product(library: Library, rows: Any, matrices: Any, ends: Integers) 
     kernel = _find_kernel(library, rows, matrices, ends)
     if kernel is not None and _is_dense(matrices):
         return kernel(rows.contiguous(), matrices, offs=library.array(ends.astype(np.int32)))
-    made = [
+    products = [
         _multiply(library, rows[a:b], matrices[number])
         for number, (a, b) in enumerate(_list_stretches(ends))
         if b > a
     ]
-    none = library.filled((0, matrices.shape[-1]), 0, rows)
-    whole = library.namespace.concat([none, *made], axis=0)
+    empty = library.filled((0, matrices.shape[-1]), 0, rows)
+    product = library.namespace.concat([empty, *products], axis=0)
     # All ranks record the same gradients, including ranks without rows.
-    return library.linked(library.linked(whole, rows), matrices)
+    return library.linked(library.linked(product, rows), matrices)
 
 
 def grouped_outer(library: Library, rows: Any, others: Any, ends: Integers) -> Any:
@@ -601,20 +609,20 @@ def grouped_outer(library: Library, rows: Any, others: Any, ends: Integers) -> A
     if kernel is not None:
         turned = space.matrix_transpose(rows.contiguous())
         return kernel(turned, others.contiguous(), offs=library.array(ends.astype(np.int32)))
-    made = [
+    products = [
         _multiply(library, space.matrix_transpose(rows[a:b]), others[a:b])
         for a, b in _list_stretches(ends)
     ]
-    none = library.filled((0, rows.shape[-1], others.shape[-1]), 0, rows)
-    return space.stack(made, axis=0) if made else none
+    empty = library.filled((0, rows.shape[-1], others.shape[-1]), 0, rows)
+    return space.stack(products, axis=0) if products else empty
 
 
 def _find_kernel(library: Library, rows: Any, others: Any, ends: Integers) -> Any:
     """Return PyTorch's grouped product if it supports the operands, or None."""
     if library.name != "torch" or not len(ends) or not len(rows) or rows.device.type != "cpu":
         return None
-    widths_bytes = [one.shape[-1] * one.itemsize for one in (rows, others)]
-    if any(one % _ALIGNED_BYTES for one in widths_bytes):
+    widths_bytes = [array.shape[-1] * array.itemsize for array in (rows, others)]
+    if any(width_bytes % _ALIGNED_BYTES for width_bytes in widths_bytes):
         return None
     # Its gradient does not accept broadcast cotangents, such as the cotangent of a sum.
     if records_gradient(rows) or records_gradient(others):
@@ -634,8 +642,8 @@ def _list_stretches(ends: Integers) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)) if len(ends) else []
 
 
-def _multiply(library: Library, one: Any, other: Any) -> Any:
+def _multiply(library: Library, left: Any, right: Any) -> Any:
     """Multiply matrices, in float32 if NumPy has no product of a narrow type."""
-    if library.name == "numpy" and one.dtype.kind == "V":
-        return (one.astype(np.float32) @ other.astype(np.float32)).astype(one.dtype)
-    return library.namespace.matmul(one, other)
+    if library.name == "numpy" and left.dtype.kind == "V":
+        return (left.astype(np.float32) @ right.astype(np.float32)).astype(left.dtype)
+    return library.namespace.matmul(left, right)

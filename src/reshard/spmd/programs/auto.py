@@ -1,8 +1,8 @@
 """Auto: shardings of a function's arguments over a mesh, within a memory limit.
 
-    found = sp.auto(step, mesh, weights, batch, live_bytes=8 << 30)
-    weights, batch = found.place(weights, batch)
-    loss, weights = found.program(weights, batch)
+    placement = sp.auto(step, mesh, weights, batch, live_bytes=8 << 30)
+    weights, batch = placement.place(weights, batch)
+    loss, weights = placement.program(weights, batch)
 
 1. The function is recorded with replicated arguments. A result that belongs to an argument (a
    gradient, a new weight) is constrained to the argument's sharding.
@@ -95,10 +95,10 @@ class AutoPlacement:
 
         Raises UsageError for arguments in other lists, tuples and dictionaries.
         """
-        given = [path for path, _ in leaves(list(arguments))]
-        if given != [path for path, _ in leaves(list(self.specs))]:
+        paths = [path for path, _ in leaves(list(arguments))]
+        if paths != [path for path, _ in leaves(list(self.specs))]:
             raise UsageError(
-                f"{len(given)} arguments in other places than those that shardings were found for; "
+                f"{len(paths)} arguments in other places than those that shardings were found for; "
                 "give arguments like those of sp.auto"
             )
         specs = iter([spec for _, spec in leaves(list(self.specs))])
@@ -145,8 +145,8 @@ def auto(
     >>> import reshard.spmd as sp
     >>> from reshard import DeviceMesh
     >>> x, w = sp.abstract((4096, 64)), sp.abstract((64, 64))
-    >>> found = sp.auto(lambda x, w: sp.tanh(x @ w), DeviceMesh.of(x=4), x, w)
-    >>> print(*found.specs, sep="; ")
+    >>> placement = sp.auto(lambda x, w: sp.tanh(x @ w), DeviceMesh.of(x=4), x, w)
+    >>> print(*placement.specs, sep="; ")
     x, -; -, -
     """
     check_function("auto", function, "sp.auto(f, mesh, x)")
@@ -215,16 +215,18 @@ class _Choosing:
         arrays = [kind for kind in kinds if kind is not None]
         self._check_meshes(kind.spec.mesh for kind in arrays if kind.spec is not None)
         self._is_free = [kind.spec is None for kind in arrays]
-        whole = self._fill(replicated(mesh, kind.ndim) for kind in arrays if kind.spec is None)
+        replicated_arguments = self._fill(
+            replicated(mesh, kind.ndim) for kind in arrays if kind.spec is None
+        )
         with unrecorded():
-            graph = simplify(record_for("cost", function, whole, has_others=True))
+            graph = simplify(record_for("cost", function, replicated_arguments, has_others=True))
         self._check_meshes(graph.meshes)
         self._graph = graph
         self._search = self._begin(graph, machine)
         self._is_small = len(self._graph.operations) <= MAX_PROVEN_OPERATIONS
 
     def _check_meshes(self, meshes: Iterable[DeviceMesh]) -> None:
-        other = next((one for one in meshes if one is not self._mesh), None)
+        other = next((mesh for mesh in meshes if mesh is not self._mesh), None)
         if other is not None:
             raise MeshError(
                 f"{self._name}, with arrays over {other}; give arrays over the one mesh, or without"
@@ -247,14 +249,14 @@ class _Choosing:
     def _begin(self, graph: Graph, machine: Machine) -> InputSearch:
         pairs = zip(graph.arguments, self._is_free, strict=True)
         free = [number for number, is_free in pairs if is_free]
-        known = {n: graph.values[n].sharding for n in graph.inputs if n not in free}
+        shardings = {n: graph.values[n].sharding for n in graph.inputs if n not in free}
         ties: dict[int, int] = {}
         for operation in graph.operations:
             if operation.like in free:
                 ties[operation.results[0]] = operation.like
             elif operation.target is not None:
-                known[operation.results[0]] = operation.target
-        annotations = {number: spec for number, spec in known.items() if spec is not None}
+                shardings[operation.results[0]] = operation.target
+        annotations = {number: spec for number, spec in shardings.items() if spec is not None}
         return InputSearch(graph, annotations, free, ties, self._mesh, machine)
 
     def _make_program(self, limit: int | None, shardings: Shardings | None) -> JittedFunction:
@@ -264,16 +266,16 @@ class _Choosing:
     def _judge(
         self, specs: tuple[ShardingSpec, ...], shardings: Shardings | None = None
     ) -> _Program:
-        found = self._known.get((specs, shardings))
-        if found is None:
+        program = self._known.get((specs, shardings))
+        if program is None:
             # Without a limit: with it, the trace would be of another strategy's program where this
             # exceeds it.
             trace = self._make_program(None, shardings).trace(*self._fill(specs))
-            found = self._known[specs, shardings] = _Program(specs, shardings, trace)
-        return found
+            program = self._known[specs, shardings] = _Program(specs, shardings, trace)
+        return program
 
-    def _keeps_limit(self, one: _Program) -> bool:
-        return self._limit is None or one.peak_bytes <= self._limit
+    def _keeps_limit(self, program: _Program) -> bool:
+        return self._limit is None or program.peak_bytes <= self._limit
 
     def answer(self) -> AutoPlacement:
         """Return the fastest program within the limit."""
@@ -288,17 +290,19 @@ class _Choosing:
 
     def _find_within(self) -> _Program:
         """Return the fastest program within the limit by other strategies, or by recomputation."""
-        least = sorted(self._known.values(), key=lambda one: one.peak_bytes)
-        found, refused = [], []
+        least = sorted(self._known.values(), key=lambda program: program.peak_bytes)
+        programs, refused = [], []
         # Each sharding of the inputs once, as it holds the least.
-        for specs, one in {one.specs: one for one in reversed(least[:MAX_CANDIDATES])}.items():
+        for specs, program in {
+            program.specs: program for program in reversed(least[:MAX_CANDIDATES])
+        }.items():
             try:
-                trace = self._make_program(self._limit, one.shardings).trace(*self._fill(specs))
-                found.append(one._replace(trace=trace))
+                trace = self._make_program(self._limit, program.shardings).trace(*self._fill(specs))
+                programs.append(program._replace(trace=trace))
             except PlanError as error:
                 refused.append(error)
-        if found:
-            return min(found, key=_by_time)
+        if programs:
+            return min(programs, key=_by_time)
         raise PlanError(
             f"{self._name}: no shardings of its arguments were found with which each rank "
             f"holds at most live_bytes={self._limit:,}; the least that was found is "
@@ -317,7 +321,7 @@ class _Choosing:
         inputs = frozenset(search.free)
         first = self._judge_price(LOWEST_PRICE, inputs)
         if not self._is_small and self._keeps_limit(first):
-            begun = [self._judge(one.specs) for one in self._candidates[:FREE_CANDIDATES]]
+            begun = [self._judge(layout.specs) for layout in self._candidates[:FREE_CANDIDATES]]
             self._improve([first, *begun], LOWEST_PRICE, inputs)
         # 2. The lowest price of memory at which the limit is kept.
         if not self._keeps_limit(min(self._known.values(), key=_by_time)):
@@ -330,10 +334,12 @@ class _Choosing:
 
         def judge(chosen: tuple[int, ...]) -> float:
             pairs = zip(search.free, chosen, strict=True)
-            one = self._judge(tuple(table.decoded(values[n][choice]) for n, choice in pairs))
-            return one.seconds_s if self._keeps_limit(one) else math.inf
+            program = self._judge(tuple(table.decoded(values[n][choice]) for n, choice in pairs))
+            return program.seconds_s if self._keeps_limit(program) else math.inf
 
-        known_s = [one.seconds_s for one in self._known.values() if self._keeps_limit(one)]
+        known_s = [
+            program.seconds_s for program in self._known.values() if self._keeps_limit(program)
+        ]
         limit = math.inf if self._limit is None else self._limit
         return optimal_inputs(search, judge, min(known_s, default=math.inf), limit)
 
@@ -341,7 +347,7 @@ class _Choosing:
     def _candidates(self) -> list[InputLayout]:
         """Candidate layouts whose inputs satisfy the limit."""
         limit = math.inf if self._limit is None else self._limit
-        return [one for one in candidate_layouts(self._search) if one.size_bytes <= limit]
+        return [layout for layout in candidate_layouts(self._search) if layout.size_bytes <= limit]
 
     def _find_price(self, held: frozenset[int]) -> None:
         """Evaluate the results for several prices, down to the lowest that satisfies the limit.
@@ -353,16 +359,16 @@ class _Choosing:
             self._judge_candidates(held)
         low, high, price = LOWEST_PRICE, HIGHEST_PRICE, FIRST_PRICE
         for _ in range(MAX_PRICES):
-            found, best = self._judge_price(price, held), self._find_best()
-            if self._keeps_limit(found):
+            program, best = self._judge_price(price, held), self._find_best()
+            if self._keeps_limit(program):
                 high = price
-            elif best is not None and best.seconds_s <= found.seconds_s:
+            elif best is not None and best.seconds_s <= program.seconds_s:
                 # Higher prices take longer.
                 break
             else:
                 low = price
-                if self._has_same_values(found.trace):
-                    held |= held_at_peak(found.trace)
+                if self._has_same_values(program.trace):
+                    held |= held_at_peak(program.trace)
             # The geometric mean, because prices differ by orders of magnitude.
             price = math.sqrt(low * high)
         if not self._is_small:
@@ -370,7 +376,7 @@ class _Choosing:
 
     def _find_best(self) -> _Program | None:
         """Return the fastest program so far that satisfies the limit."""
-        fitting = [one for one in self._known.values() if self._keeps_limit(one)]
+        fitting = [program for program in self._known.values() if self._keeps_limit(program)]
         return min(fitting, key=_by_time, default=None)
 
     def _approach_limit(self) -> None:
@@ -385,8 +391,8 @@ class _Choosing:
             held = frozenset(self._search.free) | held_at_peak(best.trace)
             low, high, price = LOWEST_PRICE, HIGHEST_PRICE, NEAR_PRICE
             for _ in range(MAX_NEAR_PRICES):
-                found = self._judge_price(price, held, best)
-                low, high = (low, price) if self._keeps_limit(found) else (price, high)
+                program = self._judge_price(price, held, best)
+                low, high = (low, price) if self._keeps_limit(program) else (price, high)
                 price = math.sqrt(low * high)
             if self._find_best() is best:
                 break
@@ -402,10 +408,14 @@ class _Choosing:
         def find_need(chosen: Choices, seconds_s: float) -> tuple[float, float]:
             return max(search.held_bytes(chosen, held), limit), seconds_s
 
-        first = sorted(self._candidates, key=lambda one: find_need(one.chosen, one.seconds_s))
-        descended = [(search.descended(one.chosen), one.specs) for one in first[:MAX_CANDIDATES]]
+        first = sorted(
+            self._candidates, key=lambda layout: find_need(layout.chosen, layout.seconds_s)
+        )
+        descended = [
+            (search.descended(layout.chosen), layout.specs) for layout in first[:MAX_CANDIDATES]
+        ]
         fitting = 0
-        for _, specs in sorted(descended, key=lambda one: find_need(*one[0])):
+        for _, specs in sorted(descended, key=lambda pair: find_need(*pair[0])):
             fitting += self._keeps_limit(self._judge(specs))
             if fitting == ENOUGH_CANDIDATES:
                 break
@@ -417,9 +427,9 @@ class _Choosing:
             return
         for _ in range(MAX_TURNS):
             # With the inputs' shardings alone, "cost" places the values between them.
-            anew = [self._judge(one.specs) for one in begun]
-            found = [self._judge_price(price, held, one) for one in anew]
-            best = min(found, key=_by_time)
+            evaluated = [self._judge(program.specs) for program in begun]
+            improved = [self._judge_price(price, held, program) for program in evaluated]
+            best = min(improved, key=_by_time)
             if best.seconds_s >= best_s:
                 break
             begun, best_s = [best], best.seconds_s
@@ -433,22 +443,22 @@ class _Choosing:
     ) -> _Program:
         """Evaluate the program that is found for a price, starting from another program."""
         search = self._search
-        known = []
+        starts = []
         if near is not None and self._has_same_values(near.trace):
-            known = [near.trace.graph.shardings[0]]
-        placed = search.placed(search.least(price * search.byte_s, held, known))
-        known_specs = [placed.values[number] for number in search.free]
-        specs = tuple([spec for spec in known_specs if spec is not None])
+            starts = [near.trace.graph.shardings[0]]
+        placed = search.placed(search.least(price * search.byte_s, held, starts))
+        free_specs = [placed.values[number] for number in search.free]
+        specs = tuple([spec for spec in free_specs if spec is not None])
         # Small graphs are placed by "cost" anew, which proves what is best.
         return self._judge(specs, None if self._is_small else shardings_from(placed, self._mesh))
 
 
-def _by_time(one: _Program) -> tuple[float, int]:
-    return one.seconds_s, one.peak_bytes
+def _by_time(program: _Program) -> tuple[float, int]:
+    return program.seconds_s, program.peak_bytes
 
 
 def _list_operands(graph: Graph) -> list[tuple[str, tuple[int, ...]]]:
-    return [(one.operator, tuple(one.operands)) for one in graph.operations]
+    return [(operation.operator, tuple(operation.operands)) for operation in graph.operations]
 
 
 def held_at_peak(traced: Trace) -> frozenset[int]:
@@ -457,11 +467,11 @@ def held_at_peak(traced: Trace) -> frozenset[int]:
     Operations are numbered after the values.
     """
     graph, frees = traced.graph, traced.graph.last_uses()
-    peaks = [max(one.live_bytes) for one in traced.operations]
+    peaks = [max(operation.live_bytes) for operation in traced.operations]
     at = max(range(len(peaks)), key=peaks.__getitem__, default=0)
     held = {*graph.inputs, len(graph.values) + at} if peaks else {*graph.inputs}
-    for place, one in enumerate(graph.operations[: at + 1]):
-        held.update(one.results)
+    for index, operation in enumerate(graph.operations[: at + 1]):
+        held.update(operation.results)
         # The operation at the peak still has its operands.
-        held.difference_update(frees[place] if place < at else ())
+        held.difference_update(frees[index] if index < at else ())
     return frozenset(held)

@@ -39,12 +39,12 @@ def compiler(backend: bool | str, runner: Runner) -> Compile:
         )
     name = backend if isinstance(backend, str) else "inductor"
     # By default the list lacks backends for debugging, such as "eager".
-    known = torch.compiler.list_backends(())
-    if name not in known:
-        raise UsageError(f"compile={backend!r} is not a backend; it is True or one of {known}")
+    backends = torch.compiler.list_backends(())
+    if name not in backends:
+        raise UsageError(f"compile={backend!r} is not a backend; it is True or one of {backends}")
 
     def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
-        found: Callable[..., Any] = torch.compile(
+        compiled: Callable[..., Any] = torch.compile(
             # `fullgraph` raises for operators that cannot be compiled, so that they are found. The
             # shapes of shards do not change within a program.
             function,
@@ -52,7 +52,7 @@ def compiler(backend: bool | str, runner: Runner) -> Compile:
             fullgraph=True,
             dynamic=False,
         )
-        return found
+        return compiled
 
     return compile_whole
 
@@ -88,10 +88,10 @@ def compiled_runs(
             yield runs[number]
             number += 1
             continue
-        own = [steps[one.step] for one in order[number:end]]
-        frees = {register for one in order[number:end] for register in one.frees}
-        made = {register for one in own for register in one.makes}
-        work = _CompiledWork(own, made - frees, constants, compile_whole)
+        joined = [steps[action.step] for action in order[number:end]]
+        frees = {register for action in order[number:end] for register in action.frees}
+        produced = {register for step in joined for register in step.makes}
+        work = _CompiledWork(joined, produced - frees, constants, compile_whole)
         yield work, tuple(frees)
         number = end
 
@@ -116,10 +116,14 @@ class _CompiledWork:
         self._steps = steps
         self._constants = constants
         self._compile = compile_whole
-        made = {register for one in steps for register in one.makes}
-        reads = (register for one in steps for register in one.reads)
-        self._makes = sorted(made.intersection(needed))
-        self._reads = [one for one in dict.fromkeys(reads) if one not in made | set(constants)]
+        produced = {register for step in steps for register in step.makes}
+        reads = (register for step in steps for register in step.reads)
+        self._makes = sorted(produced.intersection(needed))
+        self._reads = [
+            register
+            for register in dict.fromkeys(reads)
+            if register not in produced | set(constants)
+        ]
         self._functions: list[Callable[..., Any]] | None = None
         self._run: Run = self._run_first
 
@@ -148,8 +152,8 @@ class _CompiledWork:
             self._run_steps(values)
 
     def _run_steps(self, values: Registers) -> None:
-        for one in self._steps:
-            one.run(values)
+        for step in self._steps:
+            step.run(values)
 
     def _compute(self, functions: Sequence[Callable[..., Any]], values: Registers) -> None:
         columns = [values[register] for register in self._reads]
@@ -171,33 +175,33 @@ class _CompiledWork:
             return
         middle = len(self._steps) // 2
         first, second = self._steps[:middle], self._steps[middle:]
-        between = {register for one in second for register in one.reads}
+        between = {register for step in second for register in step.reads}
         halves = [
             _CompiledWork(first, between.union(self._makes), self._constants, self._compile),
             _CompiledWork(second, self._makes, self._constants, self._compile),
         ]
 
         def run(values: Registers) -> None:
-            for one in halves:
-                one(values)
+            for half in halves:
+                half(values)
 
         run(values)
         self._run = run
 
     def _make_functions(self, values: Registers) -> list[Callable[..., Any]]:
         """Return the function of each local rank; equal functions on equal shapes are shared."""
-        found: dict[Any, Callable[..., Any]] = {}
+        compiled: dict[Any, Callable[..., Any]] = {}
         functions = []
-        for place in range(len(self._steps[0].functions or ())):
-            own = [(step.functions or ())[place] for step in self._steps]
-            shapes = tuple(tuple(values[register][place].shape) for register in self._reads)
-            key = (tuple(map(id, own)), shapes)
-            if key not in found:
-                found[key] = self._compile(self._write_function(own, place))
-            functions.append(found[key])
+        for rank_index in range(len(self._steps[0].functions or ())):
+            rank_functions = [(step.functions or ())[rank_index] for step in self._steps]
+            shapes = tuple(tuple(values[register][rank_index].shape) for register in self._reads)
+            key = (tuple(map(id, rank_functions)), shapes)
+            if key not in compiled:
+                compiled[key] = self._compile(self._write_function(rank_functions, rank_index))
+            functions.append(compiled[key])
         return functions
 
-    def _write_function(self, functions: Sequence[Callable[..., Any]], place: int) -> Any:
+    def _write_function(self, functions: Sequence[Callable[..., Any]], rank_index: int) -> Any:
         """Write the steps of a rank as a function with a code object of its own."""
         # `torch.compile` limits how often it compiles a code object.
         names: dict[str, Any] = {}
@@ -205,12 +209,12 @@ class _CompiledWork:
         for number, (step, function) in enumerate(zip(self._steps, functions, strict=True)):
             names[f"f{number}"] = function
             for register in self._constants.keys() & set(step.reads):
-                names[_name(register)] = self._constants[register][place]
-            made = ", ".join(map(_name, step.makes))
+                names[_name(register)] = self._constants[register][rank_index]
+            results = ", ".join(map(_name, step.makes))
             if not step.is_single:
-                made += ","
-            lines.append(f"    {made} = f{number}({', '.join(map(_name, step.reads))})")
-        lines.append(f"    return ({''.join(_name(one) + ', ' for one in self._makes)})")
+                results += ","
+            lines.append(f"    {results} = f{number}({', '.join(map(_name, step.reads))})")
+        lines.append(f"    return ({''.join(_name(register) + ', ' for register in self._makes)})")
         exec("\n".join(lines), names)
         return names["work"]
 

@@ -43,10 +43,10 @@ from reshard.spmd.tracing.trace import find_runner
 
 def check_functions(name: str, *functions: object) -> None:
     """Raise UsageError for arguments that are not functions."""
-    for one in functions:
-        if not callable(one):
+    for function in functions:
+        if not callable(function):
             raise UsageError(
-                f"sp.{name} with {one!r}, a {type(one).__name__}; a function was expected"
+                f"sp.{name} with {function!r}, a {type(function).__name__}; a function was expected"
             )
 
 
@@ -67,7 +67,7 @@ def as_arrays(name: str, tree: Any) -> Any:
 
 
 def types_of(tree: Any) -> Any:
-    """Return the tree with the types of its arrays, without contributions that wait."""
+    """Return the tree with the types of its arrays, without pending sums."""
     return replaced(
         tree, lambda leaf: settled(leaf.type) if isinstance(leaf, ShardedArray) else leaf
     )
@@ -102,29 +102,29 @@ def split_pair(name: str, returned: Any) -> tuple[Any, Any]:
     return returned
 
 
-def read_like(name: str, what: str, like: Any, given: Any) -> Any:
+def read_like(name: str, what: str, like: Any, value: Any) -> Any:
     """Return a tree as arrays in the order of another tree; raise UsageError if they differ.
 
     Args:
         what: the trees are, for the message.
     """
-    found = arranged_like(as_arrays(name, given), like, f"sp.{name}: {what}")
-    said = [[leaf.type for leaf in arrays_of(tree)] for tree in (like, found)]
-    check_same(name, what, like, said[0], found, said[1])
-    return found
+    arranged = arranged_like(as_arrays(name, value), like, f"sp.{name}: {what}")
+    said = [[leaf.type for leaf in arrays_of(tree)] for tree in (like, arranged)]
+    check_same(name, what, like, said[0], arranged, said[1])
+    return arranged
 
 
 def check_same(
     name: str,
     what: str,
-    one: Any,
+    tree: Any,
     types: Sequence[ArrayType],
-    other: Any,
+    other_tree: Any,
     other_types: Sequence[ArrayType],
 ) -> None:
-    """Raise UsageError for trees of the same places with other shapes or element types in them."""
-    paths = [path for path, _ in leaves(one)]
-    kinds = [_types_at_leaves(one, types), _types_at_leaves(other, other_types)]
+    """Raise UsageError if corresponding leaves of two trees differ in shape or element type."""
+    paths = [path for path, _ in leaves(tree)]
+    kinds = [_types_at_leaves(tree, types), _types_at_leaves(other_tree, other_types)]
     if kinds[0] != kinds[1]:
         where = ", ".join(path or "one place" for path in paths)
         said = [", ".join(text) for text in kinds]
@@ -176,20 +176,20 @@ def scan(
     (6, [1, 3, 6])
     """
     check_functions("scan", body)
-    carried, given = as_arrays("scan", init), as_arrays("scan", xs)
-    count = _read_length(given, length)
-    parts = replaced(given, lambda x: None if x is None else _whole_first(x))
+    carried, sequences = as_arrays("scan", init), as_arrays("scan", xs)
+    count = _read_length(sequences, length)
+    parts = replaced(sequences, lambda x: None if x is None else _whole_first(x))
     recorder = listening_recorder()
     # A gradient sees each step by itself.
-    is_seen = any(isinstance(one, Tape) for one in recorders)
+    is_seen = any(isinstance(listener, Tape) for listener in recorders)
     if recorder is not None and not is_seen and count and arrays_of([carried, parts]):
         return _record_scan(body, carried, parts, count, reverse, recorder)
     return _run_scan(body, carried, parts, count, reverse)
 
 
-def _read_length(given: Any, length: int | None) -> int:
-    found = {path: one.type.shape[:1] for path, one in leaves(given) if one is not None}
-    sizes = {shape[0] if shape else None for shape in found.values()}
+def _read_length(xs: Any, length: int | None) -> int:
+    shapes = {path: x.type.shape[:1] for path, x in leaves(xs) if x is not None}
+    sizes = {shape[0] if shape else None for shape in shapes.values()}
     if length is not None:
         sizes.add(length)
     if len(sizes) != 1 or None in sizes:
@@ -223,11 +223,11 @@ def _run_scan(
 ) -> tuple[Any, Any]:
     first = carried
     collected: list[Any] = []
-    places = range(count - 1, -1, -1) if reverse else range(count)
-    for place in places:
-        at = replaced(parts, lambda x, at=place: None if x is None else x[at])  # type: ignore[misc]
+    positions = range(count - 1, -1, -1) if reverse else range(count)
+    for position in positions:
+        at = replaced(parts, lambda x, at=position: None if x is None else x[at])  # type: ignore[misc]
         carried, y = split_pair("scan", body(carried, at))
-        carried = _keep_lying(read_like("scan", CARRIED, first, carried), first)
+        carried = _restore_shardings(read_like("scan", CARRIED, first, carried), first)
         if collected:
             collected.append(read_like("scan", COLLECTED, collected[0], y))
         else:
@@ -236,7 +236,7 @@ def _run_scan(
         return carried, _collect_nothing(body, carried, parts)
     if reverse:
         collected.reverse()
-    rows = [[leaf for _, leaf in leaves(one)] for one in collected]
+    rows = [[leaf for _, leaf in leaves(y)] for y in collected]
     columns = iter(zip(*rows, strict=True))
 
     def stacked(_: Any) -> Any:
@@ -282,16 +282,16 @@ def _record_scan(
     def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:
         sequence = list(map(_whole_first, arrays[lead:rest_from]))
         rest = list(arrays[rest_from:])
-        kinds, of_ys = find_kinds([one.type for one in (*arrays[:lead], *sequence, *rest)])
+        kinds, of_ys = find_kinds([x.type for x in (*arrays[:lead], *sequence, *rest)])
         if runner.is_abstract and not is_recorded(runner):
             return [as_abstract(runner, kind) for kind in (*kinds, *of_ys)]
-        own = list(map(bring, arrays[:lead], kinds))
+        state = list(map(bring, arrays[:lead], kinds))
 
         def step(c: list[Any], x: list[Any]) -> Any:
-            found = arrays_of(traced.run([*c, *x, *rest], runner))
-            return found[:lead], found[lead:]
+            outputs = arrays_of(traced.run([*c, *x, *rest], runner))
+            return outputs[:lead], outputs[lead:]
 
-        last, ys = _run_scan(step, own, sequence, count, reverse)
+        last, ys = _run_scan(step, state, sequence, count, reverse)
         return [*map(bring, last, kinds), *map(bring, ys, of_ys)]
 
     def count_within(types: Sequence[ArrayType]) -> BodyCosts:
@@ -299,18 +299,18 @@ def _record_scan(
         kinds, of_ys = find_kinds(types)
         # An iteration has the carried and all collected values; at the end these are stacked.
         once = traced.count_within([*kinds, *rest]).plus([*kinds, *of_ys])
-        found = once.maximum(BodyCosts().plus([*kinds, *of_ys, *of_ys]))
-        return replace(found, moved_bytes=count * once.moved_bytes)
+        costs = once.maximum(BodyCosts().plus([*kinds, *of_ys, *of_ys]))
+        return replace(costs, moved_bytes=count * once.moved_bytes)
 
     operands = [*starts, *sequences, *traced.captured]
-    kinds = find_kinds([one.type for one in operands])
-    made = recorder.add_body(
+    kinds = find_kinds([operand.type for operand in operands])
+    results = recorder.add_body(
         "scan",
         Body(run, count_within, traced.meshes),
         operands,
         [*kinds[0], *kinds[1]],
     )
-    carried, ys = filled_in_order(traced.results, made)
+    carried, ys = filled_in_order(traced.results, results)
     return carried, ys
 
 
@@ -322,12 +322,13 @@ def _find_stable(
     # Each round gives a sharding to a further value at least, or is the last.
     for _ in range(len(kinds) + 1):
         after = traced.result_types([*kinds, *rest])[: len(kinds)]
-        found = [
-            one if one.spec is not None else other for one, other in zip(kinds, after, strict=True)
+        updated = [
+            kind if kind.spec is not None else later
+            for kind, later in zip(kinds, after, strict=True)
         ]
-        if found == kinds:
+        if updated == kinds:
             break
-        kinds = found
+        kinds = updated
     return kinds
 
 
@@ -369,84 +370,86 @@ def cond(predicate: Any, true_function: Function, false_function: Function, *arg
     [-3.0, 4.0]
     """
     check_functions("cond", true_function, false_function)
-    given = as_arrays("cond", list(arguments))
+    inputs = as_arrays("cond", list(arguments))
     recorder = listening_recorder()
     if isinstance(predicate, bool) or recorder is None:
         chosen = true_function if read_predicate("cond", predicate) else false_function
-        return as_arrays("cond", chosen(*given))
+        return as_arrays("cond", chosen(*inputs))
     check_predicate("cond", predicate)
-    return _record_cond(predicate, (true_function, false_function), given, recorder)
+    return _record_cond(predicate, (true_function, false_function), inputs, recorder)
 
 
 def _record_cond(
     predicate: Any,
     functions: tuple[Function, Function],
-    given: list[Any],
+    inputs: list[Any],
     recorder: GraphRecorder,
 ) -> Any:
     def first(*arguments: Any) -> Any:
         return as_arrays("cond", functions[0](*arguments))
 
     def second(*arguments: Any) -> Any:
-        found = as_arrays("cond", functions[1](*arguments))
-        return arranged_like(found, branches[0].results, "sp.cond: what its second function gives")
+        result = as_arrays("cond", functions[1](*arguments))
+        return arranged_like(result, branches[0].results, "sp.cond: what its second function gives")
 
-    branches = [TracedFunction(first, types_of(given), recorder)]
+    branches = [TracedFunction(first, types_of(inputs), recorder)]
     # Traced second, because its results are arranged like those of the first.
-    branches.append(TracedFunction(second, types_of(given), recorder))
-    own = arrays_of(given)
-    operands = [*own, *branches[0].captured, *branches[1].captured]
-    middle = len(own) + len(branches[0].captured)
+    branches.append(TracedFunction(second, types_of(inputs), recorder))
+    input_arrays = arrays_of(inputs)
+    operands = [*input_arrays, *branches[0].captured, *branches[1].captured]
+    middle = len(input_arrays) + len(branches[0].captured)
 
     def choose(number: int, arrays: Sequence[Any]) -> list[Any]:
-        captured = arrays[len(own) : middle] if number == 0 else arrays[middle:]
-        return [*arrays[: len(own)], *captured]
+        captured = arrays[len(input_arrays) : middle] if number == 0 else arrays[middle:]
+        return [*arrays[: len(input_arrays)], *captured]
 
     def inline(number: int, arrays: Sequence[Any], runner: Runner) -> list[Any]:
         return arrays_of(branches[number].inline(choose(number, arrays), runner))
 
     def find_kinds(types: Sequence[ArrayType]) -> list[ArrayType]:
         both = [branches[n].result_types(choose(n, types)) for n in (0, 1)]
-        one, other = ([of.results, kinds] for of, kinds in zip(branches, both, strict=True))
-        check_same("cond", "its functions return", *one, *other)
-        return [one if one.spec is not None else other for one, other in zip(*both, strict=True)]
+        true_result, false_result = (
+            [branch.results, kinds] for branch, kinds in zip(branches, both, strict=True)
+        )
+        check_same("cond", "its functions return", *true_result, *false_result)
+        return [kind if kind.spec is not None else other for kind, other in zip(*both, strict=True)]
 
     def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:
         decided, *rest = arrays
-        kinds = find_kinds([one.type for one in rest])
+        kinds = find_kinds([x.type for x in rest])
         if is_recorded(runner):
-            found = cond(decided, *(partial(inline, number, rest, runner) for number in (0, 1)))
+            outputs = cond(decided, *(partial(inline, number, rest, runner) for number in (0, 1)))
         elif runner.is_abstract:
             return [as_abstract(runner, kind) for kind in kinds]
         else:
             number = 0 if read_predicate("cond", decided) else 1
-            found = arrays_of(branches[number].run(choose(number, rest), runner))
-        return [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
+            outputs = arrays_of(branches[number].run(choose(number, rest), runner))
+        return [bring(output, kind) for output, kind in zip(outputs, kinds, strict=True)]
 
     def count_within(types: Sequence[ArrayType]) -> BodyCosts:
-        one, other = (branches[n].count_within(choose(n, types[1:])) for n in (0, 1))
-        return one.maximum(other)
+        true_costs, false_costs = (branches[n].count_within(choose(n, types[1:])) for n in (0, 1))
+        return true_costs.maximum(false_costs)
 
-    kinds = find_kinds([one.type for one in operands])
-    made_by = Body(run, count_within, (*branches[0].meshes, *branches[1].meshes))
-    made = recorder.add_body("cond", made_by, [predicate, *operands], kinds)
+    kinds = find_kinds([operand.type for operand in operands])
+    body = Body(run, count_within, (*branches[0].meshes, *branches[1].meshes))
+    results = recorder.add_body("cond", body, [predicate, *operands], kinds)
 
     def pull_back(step: TapeStep, cotangents: Any) -> list[Any]:
-        decided, *given = step.operands
+        decided, *branch_operands = step.operands
 
         def call_back(back: MakeBack, slopes: list[Any]) -> Any:
             # The cotangents are those of the branch that was taken, which is computed again.
-            one, other = (
+            true_back, false_back = (
                 back(lambda arrays, number=number: inline(number, arrays, find_runner(arrays)))  # type: ignore[misc]
                 for number in (0, 1)
             )
-            return cond(decided, one, other, given, slopes)
+            return cond(decided, true_back, false_back, branch_operands, slopes)
 
-        return [None, *pull_back_body(given, step.results, cotangents, call_back)]
+        return [None, *pull_back_body(branch_operands, step.results, cotangents, call_back)]
 
     pullback = JointPullback(pull_back)
-    add_step(TapeStep("cond", {}, (predicate, *operands), tuple(made), pullback))
-    return filled_in_order(branches[0].results, made)
+    add_step(TapeStep("cond", {}, (predicate, *operands), tuple(results), pullback))
+    return filled_in_order(branches[0].results, results)
 
 
 def while_loop(condition: Function, body: Function, init: Any) -> Any:
@@ -475,7 +478,7 @@ def while_loop(condition: Function, body: Function, init: Any) -> Any:
         return _record_while(condition, body, carried, recorder)
     first = carried
     while read_predicate("while_loop", condition(carried)):
-        carried = _keep_lying(read_like("while_loop", CARRIED, first, body(carried)), first)
+        carried = _restore_shardings(read_like("while_loop", CARRIED, first, body(carried)), first)
         _refuse_gradients(arrays_of(carried))
     return carried
 
@@ -489,9 +492,9 @@ def _record_while(
         return read_like("while_loop", CARRIED, c, body(c))
 
     def asked(c: Any) -> Any:
-        found = condition(c)
-        check_predicate("while_loop", found)
-        return found
+        predicate = condition(c)
+        check_predicate("while_loop", predicate)
+        return predicate
 
     decide = TracedFunction(asked, [first], recorder)
     advance = TracedFunction(checked, [first], recorder)
@@ -502,48 +505,48 @@ def _record_while(
         return _find_stable(advance, types[: len(starts)], types[middle:])
 
     def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:
-        kinds = find_kinds([one.type for one in arrays])
-        own = list(map(bring, arrays[: len(starts)], kinds))
+        kinds = find_kinds([x.type for x in arrays])
+        state = list(map(bring, arrays[: len(starts)], kinds))
         asks, changes = arrays[len(starts) : middle], arrays[middle:]
         if is_recorded(runner):
-            found = while_loop(
+            outputs = while_loop(
                 lambda c: decide.inline([*c, *asks], runner),
                 lambda c: arrays_of(advance.inline([*c, *changes], runner)),
-                own,
+                state,
             )
-            return list(map(bring, found, kinds))
+            return list(map(bring, outputs, kinds))
         if runner.is_abstract:
             return [as_abstract(runner, kind) for kind in kinds]
-        while read_predicate("while_loop", decide.run([*own, *asks], runner)):
-            found = arrays_of(advance.run([*own, *changes], runner))
-            own = [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
-            _refuse_gradients(own)
-        return own
+        while read_predicate("while_loop", decide.run([*state, *asks], runner)):
+            outputs = arrays_of(advance.run([*state, *changes], runner))
+            state = [bring(output, kind) for output, kind in zip(outputs, kinds, strict=True)]
+            _refuse_gradients(state)
+        return state
 
     def count_within(types: Sequence[ArrayType]) -> BodyCosts:
         kinds = find_kinds(types)
-        asked = decide.count_within([*kinds, *types[len(starts) : middle]])
-        turned = advance.count_within([*kinds, *types[middle:]])
-        moved_bytes = asked.moved_bytes + turned.moved_bytes
-        return replace(asked.maximum(turned).plus(kinds), moved_bytes=moved_bytes)
+        condition_costs = decide.count_within([*kinds, *types[len(starts) : middle]])
+        body_costs = advance.count_within([*kinds, *types[middle:]])
+        moved_bytes = condition_costs.moved_bytes + body_costs.moved_bytes
+        return replace(condition_costs.maximum(body_costs).plus(kinds), moved_bytes=moved_bytes)
 
     operands = [*starts, *decide.captured, *advance.captured]
     _refuse_gradients(operands)
-    kinds = find_kinds([one.type for one in operands])
-    made_by = Body(run, count_within, (*decide.meshes, *advance.meshes))
-    made = recorder.add_body("while_loop", made_by, operands, kinds)
-    return filled_in_order(advance.results, made)
+    kinds = find_kinds([operand.type for operand in operands])
+    loop = Body(run, count_within, (*decide.meshes, *advance.meshes))
+    results = recorder.add_body("while_loop", loop, operands, kinds)
+    return filled_in_order(advance.results, results)
 
 
-def _refuse_gradients(found: Sequence[Any]) -> None:
-    if is_watched(found):
+def _refuse_gradients(arrays: Sequence[Any]) -> None:
+    if is_watched(arrays):
         raise UsageError(
             "the gradient of sp.while_loop: how often it runs is known when it has, and no step "
             "is kept; use sp.scan with a length, or take sp.stop_gradient(x) before"
         )
 
 
-def _keep_lying(after: Any, before: Any) -> Any:
+def _restore_shardings(after: Any, before: Any) -> Any:
     """Return carried values in their original shardings."""
-    kinds = iter([settled(one.type) for one in arrays_of(before)])
+    kinds = iter([settled(x.type) for x in arrays_of(before)])
     return replaced(after, lambda x: x if x is None else bring(x, next(kinds)))

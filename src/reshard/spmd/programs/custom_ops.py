@@ -138,63 +138,65 @@ def operator(
     ...     return np.abs(x[:, None] - y).sum(-1)
     >>> distances = operator("([i, k], [j, k]) -> ([i, j]) reduction={k}", distances_here)
     >>> x = array(np.eye(4), spec(DeviceMesh.of(a=2, b=2), "a, b"))
-    >>> found = distances(x, np.eye(4)[:2])
-    >>> print(found.spec)
+    >>> result = distances(x, np.eye(4)[:2])
+    >>> print(result.spec)
     a, - | sum(b)
-    >>> found.to_dense()[0].tolist()
+    >>> result.to_dense()[0].tolist()
     [0.0, 2.0]
     """
     if not callable(local_function):
         raise UsageError(f"the local function {local_function!r} is none; give a function")
-    known = _read_name(name, local_function)
+    operator_name = _read_name(name, local_function)
     for value, said in ((gradient, "gradient"), (operations, "operations")):
         if value is not None and not callable(value):
-            raise UsageError(f"{said}={value!r} of operator {known}; give a function")
+            raise UsageError(f"{said}={value!r} of operator {operator_name}; give a function")
     if fails not in _FAILS:
-        raise UsageError(f"fails={fails!r} of operator {known}; it is {', '.join(_FAILS)}")
+        raise UsageError(f"fails={fails!r} of operator {operator_name}; it is {', '.join(_FAILS)}")
     if linear not in ("each", "one", "none") and not isinstance(linear, tuple):
         raise UsageError(
-            f"linear={linear!r} of operator {known}; it is each, one, none, or the places of some "
-            "operands, as in (0, 1)"
+            f"linear={linear!r} of operator {operator_name}; it is each, one, none, or the "
+            "places of some operands, as in (0, 1)"
         )
-    infer = _make_infer(known, rule, local_function)
-    result_types = _make_result_types(known, result_dtype)
+    infer = _make_infer(operator_name, rule, local_function)
+    result_types = _make_result_types(operator_name, result_dtype)
     row = Operator(
-        known,
+        operator_name,
         "users' own",
         infer,
         linear,
         operator_class=None,
-        local=_make_local(known, infer, result_types, local_function),
+        local=_make_local(operator_name, infer, result_types, local_function),
         fails=fails,
-        work=no_operations if operations is None else _make_work(known, operations),
+        work=no_operations if operations is None else _make_work(operator_name, operations),
         result_types=result_types,
         note=(local_function.__doc__ or "").strip().partition("\n")[0],
     )
     register(row)
     # Compiled calls and derivatives of an earlier operator of that name are discarded.
-    forget_calls(known)
-    remove_gradient(known)
+    forget_calls(operator_name)
+    remove_gradient(operator_name)
     if gradient is not None:
-        add_gradient(known)(gradient)
+        add_gradient(operator_name)(gradient)
     return OwnOperator(row)
 
 
 def _read_name(name: object, function: Function) -> str:
-    found = getattr(function, "__name__", None) if name is None else name
-    if not isinstance(found, str) or not found.isidentifier():
-        asked = f"the function's name is {found!r}" if name is None else f"name={name!r}"
+    operator_name = getattr(function, "__name__", None) if name is None else name
+    if not isinstance(operator_name, str) or not operator_name.isidentifier():
+        asked = f"the function's name is {operator_name!r}" if name is None else f"name={name!r}"
         raise UsageError(f"{asked}: an operator needs a plain one; give it as in name='kernel'")
-    if found in shipped_operators():
-        raise UsageError(f"operator {found} is one of the package's; name yours differently: name=")
-    return found
+    if operator_name in shipped_operators():
+        raise UsageError(
+            f"operator {operator_name} is one of the package's; name yours differently: name="
+        )
+    return operator_name
 
 
 def _check_attribute(operator: str, name: str, value: object) -> None:
     # Attributes are compared by their text, which is complete for these types only.
     if isinstance(value, tuple | list):
-        for one in value:
-            _check_attribute(operator, name, one)
+        for item in value:
+            _check_attribute(operator, name, item)
     elif not (value is None or isinstance(value, bool | int | float | complex | str | DType)):
         raise UsageError(
             f"attribute {name}={value!r} of operator {operator}, a {type(value).__name__}; "
@@ -219,26 +221,26 @@ def _make_infer(name: str, rule: Rule, function: Function) -> Infer:
     def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
         if isinstance(rule, Template):
             try:
-                found: Any = rule.rule(*shapes)
+                inferred: Any = rule.rule(*shapes)
             except SpecError as error:
                 raise SpecError(f"{name}: {error}") from None
-            return Inferred(found, found.result_shapes)
-        found = rule(shapes, **attributes)
-        if isinstance(found, str):
+            return Inferred(inferred, inferred.result_shapes)
+        inferred = rule(shapes, **attributes)
+        if isinstance(inferred, str):
             # With its sizes or without: they are the operands'.
-            found = Template.parse(found).rule(*shapes)
-        if not isinstance(found, OpShardingRule):
+            inferred = Template.parse(inferred).rule(*shapes)
+        if not isinstance(inferred, OpShardingRule):
             raise SpecError(
-                f"the rule of {name} is {found!r}; return an OpShardingRule or its text, such as "
-                "([i, j]) -> ([i]) reduction={j}"
+                f"the rule of {name} is {inferred!r}; return an OpShardingRule or its text, such "
+                "as ([i, j]) -> ([i]) reduction={j}"
             )
-        _check_counted(name, found)
-        if found.operand_shapes != tuple(shapes):
+        _check_counted(name, inferred)
+        if inferred.operand_shapes != tuple(shapes):
             raise SpecError(
-                f"the rule {found} of {name} is for operands {found.operand_shapes}, but they are "
-                f"{tuple(shapes)}; its factors' sizes must make up their shapes"
+                f"the rule {inferred} of {name} is for operands {inferred.operand_shapes}, but "
+                f"they are {tuple(shapes)}; its factors' sizes must make up their shapes"
             )
-        return Inferred(found, found.result_shapes)
+        return Inferred(inferred, inferred.result_shapes)
 
     return infer
 
@@ -273,13 +275,15 @@ def _check_arity(name: str, function: Function, count: int) -> None:
         ) from None
 
 
-def _make_result_types(name: str, given: object) -> ResultTypes:
-    if given is None:
+def _make_result_types(name: str, result_dtype: object) -> ResultTypes:
+    if result_dtype is None:
         return promoted
-    every = given if isinstance(given, tuple | list) else (given,)
-    if not every:
-        raise UsageError(f"result_dtype={given!r} of operator {name}; give a type for each result")
-    types = tuple(map(as_dtype, every))
+    values = result_dtype if isinstance(result_dtype, tuple | list) else (result_dtype,)
+    if not values:
+        raise UsageError(
+            f"result_dtype={result_dtype!r} of operator {name}; give a type for each result"
+        )
+    types = tuple(map(as_dtype, values))
 
     def named(
         dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
@@ -295,14 +299,14 @@ def _make_work(name: str, operations: Operations) -> Work:
             tuple(math.prod(sizes[factor] for factor in dim) for dim in mapping)
             for mapping in rule.operands
         ]
-        found = operations(*shapes)
-        is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        if not is_number or not 0 <= found < math.inf:
+        count = operations(*shapes)
+        is_number = isinstance(count, int | float) and not isinstance(count, bool)
+        if not is_number or not 0 <= count < math.inf:
             raise UsageError(
-                f"the operations of operator {name} on parts of shapes {shapes} are {found!r}; a "
+                f"the operations of operator {name} on parts of shapes {shapes} are {count!r}; a "
                 "number of additions and multiplications, 0 or more, was expected"
             )
-        return float(found)
+        return float(count)
 
     return work
 
@@ -313,26 +317,30 @@ def _make_local(
     """Return what makes each rank's function: the user's function, with its results checked."""
 
     def local(work: LocalWork) -> list[Function]:
-        shapes = [() if one is None else one.shape for one in work.operands]
-        whole = infer(shapes, **work.attributes).result_shapes
-        given = [one.dtype for one in work.operands if one is not None]
-        types = result_types(given, work.attributes, work.library.name)
-        if len(types) > len(whole):
+        shapes = [() if operand is None else operand.shape for operand in work.operands]
+        result_shapes = infer(shapes, **work.attributes).result_shapes
+        operand_types = [operand.dtype for operand in work.operands if operand is not None]
+        types = result_types(operand_types, work.attributes, work.library.name)
+        if len(types) > len(result_shapes):
             raise UsageError(
-                f"operator {name} has {len(types)} types in result_dtype, and {len(whole)} results"
+                f"operator {name} has {len(types)} types in result_dtype, and "
+                f"{len(result_shapes)} results"
             )
-        every = (*types, *types[-1:] * (len(whole) - len(types)))
+        result_dtypes = (*types, *types[-1:] * (len(result_shapes) - len(types)))
         layouts = work.result_layouts
 
         def make(rank: int) -> Function:
             expected = [
-                (tuple(layouts[n].local_shape(rank) or ()) if layouts else whole[n], every[n])
-                for n in range(len(whole))
+                (
+                    tuple(layouts[n].local_shape(rank) or ()) if layouts else result_shapes[n],
+                    result_dtypes[n],
+                )
+                for n in range(len(result_shapes))
             ]
 
             def computed(*parts: Any) -> Any:
                 try:
-                    found = function(*parts, **work.attributes)
+                    output = function(*parts, **work.attributes)
                 except REFUSALS as error:
                     if isinstance(error, ReshardError):
                         raise
@@ -342,18 +350,18 @@ def _make_local(
                         f"of shapes {sizes}: {type(error).__name__}: {error}; it must take every "
                         "part that its rule allows, empty ones too"
                     ) from error
-                if len(expected) == 1 and not isinstance(found, tuple | list):
-                    return _check_part(work, rank, 0, found, *expected[0])
-                if not isinstance(found, tuple | list) or len(found) != len(expected):
-                    count = f"{len(found)} of them" if isinstance(found, tuple | list) else ""
+                if len(expected) == 1 and not isinstance(output, tuple | list):
+                    return _check_part(work, rank, 0, output, *expected[0])
+                if not isinstance(output, tuple | list) or len(output) != len(expected):
+                    count = f"{len(output)} of them" if isinstance(output, tuple | list) else ""
                     raise ShardError(
                         f"the local function of operator {name} returned a "
-                        f"{type(found).__name__} {count}".rstrip()
+                        f"{type(output).__name__} {count}".rstrip()
                         + f"; its rule has {len(expected)} results: return an array for one, a "
                         "tuple of them for several"
                     )
                 return tuple(
-                    _check_part(work, rank, n, one, *expected[n]) for n, one in enumerate(found)
+                    _check_part(work, rank, n, part, *expected[n]) for n, part in enumerate(output)
                 )
 
             return computed
@@ -378,11 +386,11 @@ def _check_part(
             f"{said} of shape {list(part.shape)}, but by its rule it has {list(shape)} there; "
             "the rule and what is computed must fit"
         )
-    found = work.library.dtype_of(part)
-    if found is not dtype:
+    actual = work.library.dtype_of(part)
+    if actual is not dtype:
         raise ShardError(
-            f"{said} of {found.name}, but {dtype.name} was expected; convert it, or say what it "
-            f'makes: result_dtype="{found.name}"'
+            f"{said} of {actual.name}, but {dtype.name} was expected; convert it, or say what it "
+            f'makes: result_dtype="{actual.name}"'
         )
     # Sums of all elements are numbers of NumPy's.
     return work.library.array(part) if isinstance(part, np.generic) else part

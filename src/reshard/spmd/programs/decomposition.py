@@ -102,10 +102,12 @@ class _PieceSearch:
         self._outputs, self._operations = graph.outputs, graph.operations
         self._estimates, self._topology, self._library = estimates, topology, library
         self._kinds = [value.type for value in graph.values]
-        self._maker = {n: at for at, one in enumerate(graph.operations) for n in one.results}
+        self._maker = {
+            n: at for at, operation in enumerate(graph.operations) for n in operation.results
+        }
         self._readers: dict[int, list[int]] = {}
-        for place, one in enumerate(graph.operations):
-            for number in dict.fromkeys(one.operands):
+        for place, operation in enumerate(graph.operations):
+            for number in dict.fromkeys(operation.operands):
                 self._readers.setdefault(number, []).append(place)
 
     def run(self) -> dict[int, _Pieces]:
@@ -138,8 +140,8 @@ class _PieceSearch:
 
         Empty if another operation reads it first, which would need all pieces.
         """
-        (made,) = self._operations[place].results
-        readers = self._readers.get(made, [])
+        (result,) = self._operations[place].results
+        readers = self._readers.get(result, [])
         products = [n for n in readers if self._is_product(n)]
         first = products[0] if products else 0
         if readers[:1] != products[:1]:
@@ -151,9 +153,11 @@ class _PieceSearch:
         )
 
     def _is_product(self, place: int) -> bool:
-        one = self._operations[place]
+        operation = self._operations[place]
         # One value as both operands would be cut along two dimensions at once.
-        return one.operator in PRODUCTS and len(set(one.operands)) == len(one.operands)
+        return operation.operator in PRODUCTS and len(set(operation.operands)) == len(
+            operation.operands
+        )
 
     def _choose(self, place: int, products: tuple[int, ...]) -> _Pieces | None:
         """Return the fastest pieces, or None if the whole is faster."""
@@ -166,7 +170,7 @@ class _PieceSearch:
         if not whole.moved_elements:
             return None
         calls = [self._estimates[n] for n in products]
-        computing_s = sum(one.busiest_s for one in calls if one is not None)
+        computing_s = sum(estimate.busiest_s for estimate in calls if estimate is not None)
         best: _Pieces | None = None
         best_s = whole.seconds_s + computing_s
         for dim, (factors, parts) in self._dims(place, products):
@@ -202,16 +206,20 @@ class _PieceSearch:
                 rule, tensors = step.rule, step.rule.tensors
                 numbers = (*step.operands, *step.results)
                 mapping = next(
-                    one for one, n in zip(tensors, numbers, strict=True) if n in (source, target)
+                    dims for dims, n in zip(tensors, numbers, strict=True) if n in (source, target)
                 )
                 factor = mapping[dim][0] if len(mapping[dim]) == 1 else -1
                 if not _is_free(rule, factor):
                     break
                 factors.append(factor)
-                for one, n in zip(tensors, numbers, strict=True):
-                    cuts += [self._parts(n, at) for at, own in enumerate(one) if factor in own]
-            parts = max((one or 0 for one in cuts), default=0)
-            if len(factors) == len(products) and all(one and parts % one == 0 for one in cuts):
+                for dims, n in zip(tensors, numbers, strict=True):
+                    cuts += [
+                        self._parts(n, at)
+                        for at, dim_factors in enumerate(dims)
+                        if factor in dim_factors
+                    ]
+            parts = max((cut or 0 for cut in cuts), default=0)
+            if len(factors) == len(products) and all(cut and parts % cut == 0 for cut in cuts):
                 yield dim, (tuple(factors), parts)
 
     def _parts(self, number: int, dim: int) -> int | None:
@@ -231,14 +239,14 @@ class _PieceSearch:
     ) -> float:
         """Return how long it takes to put results together, and to take pieces out of parts."""
         device = self._topology.device
-        assembled = {n for one in products for n in self._operations[one].results}
+        assembled = {n for product in products for n in self._operations[product].results}
         if parts > 1:
-            for one, factor in zip(products, factors, strict=True):
-                step = self._operations[one]
+            for product, factor in zip(products, factors, strict=True):
+                step = self._operations[product]
                 assembled.update(
                     n
                     for n, dims in zip(step.operands, step.rule.operands, strict=True)
-                    if any(factor in own for own in dims)
+                    if any(factor in dim for dim in dims)
                 )
         size_bytes = sum(self._local_bytes(n) for n in assembled)
         # Each byte is read and written.
@@ -255,9 +263,9 @@ def _is_free(rule: OpShardingRule, factor: int) -> bool:
     special = {*rule.reduction, *rule.need_replication, *rule.permutation, *rule.blocked}
     if factor < 0 or factor in special:
         return False
-    dims = [own for mapping in rule.tensors for own in mapping if factor in own]
-    in_all = all(any(factor in own for own in mapping) for mapping in rule.results)
-    return in_all and all(len(own) == 1 for own in dims)
+    dims = [dim for mapping in rule.tensors for dim in mapping if factor in dim]
+    in_all = all(any(factor in dim for dim in mapping) for mapping in rule.results)
+    return in_all and all(len(dim) == 1 for dim in dims)
 
 
 class _PieceWriter:
@@ -280,8 +288,8 @@ class _PieceWriter:
 
     def run(self) -> Graph:
         graph = self._graph
-        first = {min(one.products): place for place, one in self._chosen.items()}
-        replaced = {n for one in self._chosen.values() for n in one.products}
+        first = {min(pieces.products): place for place, pieces in self._chosen.items()}
+        replaced = {n for pieces in self._chosen.values() for n in pieces.products}
         for place, step in enumerate(graph.operations):
             if place in first:
                 self._in_pieces(first[place], self._chosen[first[place]])
@@ -300,37 +308,37 @@ class _PieceWriter:
         (source,), (moved,) = moving.operands, moving.results
         dim, parts, count = pieces.dim, pieces.parts, pieces.n_pieces
         is_before = all(moved in self._graph.operations[n].operands for n in pieces.products)
-        made: dict[int, list[int]] = {moved: []}
+        piece_numbers: dict[int, list[int]] = {moved: []}
         # All pieces first, so that each can be in flight during the previous product.
         sources = [self._piece(source, dim, pieces, n) for n in range(count)] if is_before else []
         for number in range(count):
             if is_before:
-                made[moved].append(self._add_movement(sources[number], pieces.target))
+                piece_numbers[moved].append(self._add_movement(sources[number], pieces.target))
             for product, factor in zip(pieces.products, pieces.factors, strict=True):
                 step = self._graph.operations[product]
                 inputs = [
-                    made[moved][number]
+                    piece_numbers[moved][number]
                     if is_before and n == moved
                     else self._operand(n, dims, factor, pieces, number)
                     for n, dims in zip(step.operands, step.rule.operands, strict=True)
                 ]
                 (result,) = step.results
-                known = self._estimates[product]
-                own = self._add_operation(
-                    replace(step, reads=step.reads if known is None else known.runs_with),
+                estimate = self._estimates[product]
+                piece_result = self._add_operation(
+                    replace(step, reads=step.reads if estimate is None else estimate.runs_with),
                     inputs,
                     self._values[result].dtype,
                 )
-                made.setdefault(result, []).append(own)
+                piece_numbers.setdefault(result, []).append(piece_result)
                 if not is_before:
-                    made[moved].append(self._add_movement(own, pieces.target))
+                    piece_numbers[moved].append(self._add_movement(piece_result, pieces.target))
         if is_before:
             for product, factor in zip(pieces.products, pieces.factors, strict=True):
                 operation = self._graph.operations[product]
                 (dims,), (result,) = operation.rule.results, operation.results
-                at = next(n for n, own in enumerate(dims) if factor in own)
-                self._waiting[result] = (made[result], at, parts)
-        self._waiting[moved] = (made[moved], dim, parts)
+                at = next(n for n, dim_factors in enumerate(dims) if factor in dim_factors)
+                self._waiting[result] = (piece_numbers[result], at, parts)
+        self._waiting[moved] = (piece_numbers[moved], dim, parts)
 
     def _operand(
         self,
@@ -342,7 +350,7 @@ class _PieceWriter:
     ) -> int:
         """Return a product's operand, or its piece where it has the factor."""
         self._put_together(number)
-        at = next((n for n, own in enumerate(dims) if factor in own), None)
+        at = next((n for n, dim_factors in enumerate(dims) if factor in dim_factors), None)
         return number if at is None else self._piece(number, at, pieces, which)
 
     def _piece(self, number: int, dim: int, pieces: _Pieces, which: int) -> int:
@@ -361,23 +369,23 @@ class _PieceWriter:
         starts = tuple(which * size if n == at else 0 for n in range(len(shape)))
         limits = tuple((which + 1) * size if n == at else length for n, length in enumerate(shape))
         strides = (1,) * len(shape)
-        found = self._add_named("slice", [number], starts=starts, limits=limits, strides=strides)
+        piece = self._add_named("slice", [number], starts=starts, limits=limits, strides=strides)
         if parts > 1:
             together = (*shape[:dim], parts * size, *shape[dim + 2 :])
-            found = self._add_named("reshape", [found], shape=together)
-        return found
+            piece = self._add_named("reshape", [piece], shape=together)
+        return piece
 
     def _put_together(self, number: int) -> None:
         """Assemble a value from its pieces, before it is first read."""
         if number not in self._waiting:
             return
-        made, dim, parts = self._waiting.pop(number)
+        piece_numbers, dim, parts = self._waiting.pop(number)
         if parts == 1:
-            self._add_named("concat", made, number, axis=dim)
+            self._add_named("concat", piece_numbers, number, axis=dim)
             return
         shape = self._values[number].shape
-        apart = (*shape[:dim], parts, shape[dim] // (parts * len(made)), *shape[dim + 1 :])
-        rows = [self._add_named("reshape", [one], shape=apart) for one in made]
+        apart = (*shape[:dim], parts, shape[dim] // (parts * len(piece_numbers)), *shape[dim + 1 :])
+        rows = [self._add_named("reshape", [piece], shape=apart) for piece in piece_numbers]
         self._add_named(
             "reshape", [self._add_named("concat", rows, axis=dim + 1)], number, shape=shape
         )
@@ -395,9 +403,9 @@ class _PieceWriter:
 
     def _add_movement(self, number: int, spec: ShardingSpec) -> int:
         value = self._values[number]
-        made = self._add_value(value.shape, value.dtype)
-        self._steps.append(Operation.with_sharding(number, made, value.shape, spec))
-        return made
+        result = self._add_value(value.shape, value.dtype)
+        self._steps.append(Operation.with_sharding(number, result, value.shape, spec))
+        return result
 
     def _add_operation(
         self, like: Operation, operands: Sequence[int], dtype: str, result: int | None = None

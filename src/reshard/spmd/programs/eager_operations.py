@@ -86,10 +86,10 @@ def eagerly(function: Function) -> Function:
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
         recorder = listening_recorder()
-        given = [list(arguments), options]
-        if recorder is None or not any(x.runner.is_abstract for x in arrays_of(given)):
+        inputs = [list(arguments), options]
+        if recorder is None or not any(x.runner.is_abstract for x in arrays_of(inputs)):
             return function(*arguments, **options)
-        return _EagerOperation(function, given).record(recorder)
+        return _EagerOperation(function, inputs).record(recorder)
 
     return called
 
@@ -122,8 +122,8 @@ def eager_operation(
         return [bring(function(*arrays), kind)]
 
     within = BodyCosts(moved_bytes).plus(held)
-    made = Body(run, lambda types: within)
-    return recorder.add_body("eagerly", made, [x], [kind], {"function": name})[0]
+    body = Body(run, lambda types: within)
+    return recorder.add_body("eagerly", body, [x], [kind], {"function": name})[0]
 
 
 class _EagerOperation:
@@ -145,18 +145,18 @@ class _EagerOperation:
         return Value(len(self._operands) - 1, leaf.type.shape, leaf.type.dtype.name)
 
     def _call(self, *arrays: Any) -> Any:
-        given, options = filled(self._arguments, arrays)
-        return self._function(*given, **options)
+        arguments, options = filled(self._arguments, arrays)
+        return self._function(*arguments, **options)
 
     def record(self, recorder: GraphRecorder) -> Any:
         """Record the operation in a graph and on tapes, and return its results without elements."""
-        kinds, _ = self._find_kinds([one.type for one in self._operands])
-        run = Body(self._run, lambda types: self._find_kinds(types)[1], self._meshes)
-        said = {"function": self._name}
-        made = recorder.add_body("eagerly", run, self._operands, kinds, said)
+        kinds, _ = self._find_kinds([operand.type for operand in self._operands])
+        body = Body(self._run, lambda types: self._find_kinds(types)[1], self._meshes)
+        attributes = {"function": self._name}
+        results = recorder.add_body("eagerly", body, self._operands, kinds, attributes)
         pullback = JointPullback(self._pull_back)
-        add_step(TapeStep("eagerly", {}, tuple(self._operands), tuple(made), pullback))
-        return filled_in_order(self._results, made)
+        add_step(TapeStep("eagerly", {}, tuple(self._operands), tuple(results), pullback))
+        return filled_in_order(self._results, results)
 
     def _find_kinds(self, types: Sequence[ArrayType]) -> Kinds:
         key = tuple(types)
@@ -181,17 +181,17 @@ class _EagerOperation:
         return self._kinds[key]
 
     def _run(self, arrays: Sequence[Any], runner: Runner) -> list[Any]:
-        kinds, _ = self._find_kinds([one.type for one in arrays])
+        kinds, _ = self._find_kinds([array.type for array in arrays])
         if is_recorded(runner):
             again = eagerly(self._function)
-            given, options = filled(self._arguments, arrays)
-            return list(map(bring, arrays_of(again(*given, **options)), kinds))
+            arguments, options = filled(self._arguments, arrays)
+            return list(map(bring, arrays_of(again(*arguments, **options)), kinds))
         if runner.is_abstract:
             return [as_abstract(runner, kind) for kind in kinds]
-        found = arrays_of(self._call(*arrays))
+        results = arrays_of(self._call(*arrays))
         said, expected = (
             [f"{kind.dtype}{list(kind.shape)}" for kind in some]
-            for some in ([one.type for one in found], kinds)
+            for some in ([array.type for array in results], kinds)
         )
         if said != expected:
             raise UsageError(
@@ -199,7 +199,7 @@ class _EagerOperation:
                 f"{', '.join(expected)} was traced: its results' shapes and element types must not "
                 "depend on elements"
             )
-        return [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
+        return [bring(array, kind) for array, kind in zip(results, kinds, strict=True)]
 
     def _pull_back(self, step: TapeStep, cotangents: Any) -> list[Any]:
         """Return the cotangents of the operands, by a function of the same kind."""

@@ -123,8 +123,8 @@ class InputSearch:
     @cached_property
     def byte_s(self) -> float:
         """About the seconds of the function for each byte of its free inputs: a scale of prices."""
-        found = self.total.eliminated()
-        seconds_s = min(map(self.total.value, self._seeds if found is None else [found]))
+        optimal = self.total.eliminated()
+        seconds_s = min(map(self.total.value, self._seeds if optimal is None else [optimal]))
         return seconds_s / max(sum(self._count_whole(number) for number in self.free), 1)
 
     def least(
@@ -147,8 +147,8 @@ class InputSearch:
             return improved(self.problem, (), [chosen], is_least=True)[0]
         begun = [
             # Without sweeps, values keep their choices, and only the operations' ways are chosen.
-            total.descended(self._find_nearest(some), self._ways, sweeps=0)
-            for some in near
+            total.descended(self._find_nearest(specs), self._ways, sweeps=0)
+            for specs in near
         ] or sorted(self._seeds, key=total.value)[:MAX_DESCENTS]
         return improved(self.problem, begun)[0]
 
@@ -167,21 +167,23 @@ class InputSearch:
 
     def _charge(self, price_s: float, held: Collection[int]) -> list[CostTable]:
         problem, first = self.problem, len(self.graph.values)
-        counts = Counter(problem.variables[one] if one < first else one for one in held)
-        known: dict[object, FloatArray] = {}
-        found = []
+        counts = Counter(
+            problem.variables[variable] if variable < first else variable for variable in held
+        )
+        tables: dict[object, FloatArray] = {}
+        charges = []
         for variable, count in sorted(counts.items()):
             if variable >= first:
                 size_bytes = self._count_run_bytes(variable - first)
-                found.append(CostTable((variable,), size_bytes * price_s))
+                charges.append(CostTable((variable,), size_bytes * price_s))
                 continue
             # Equal tables stay the same object, by which equal layers are recognized.
             value = self.graph.values[variable]
             key = (value.shape, value.dtype, id(problem.values[variable]), count)
-            if key not in known:
-                known[key] = self._count_bytes(variable) * (price_s * count)
-            found.append(CostTable((variable,), known[key]))
-        return found
+            if key not in tables:
+                tables[key] = self._count_bytes(variable) * (price_s * count)
+            charges.append(CostTable((variable,), tables[key]))
+        return charges
 
     def held_bytes(self, chosen: Choices, held: Collection[int]) -> float:
         """Return the bytes that a rank has of some variables, as of `least`, in choices."""
@@ -211,8 +213,8 @@ class InputSearch:
             value = self.graph.values[number]
             key = (value.shape, value.dtype, tuple(readers[number]))
             kinds.setdefault(key, []).append(number)
-        found = sorted(kinds.values(), key=lambda some: -len(some) * self._count_whole(some[0]))
-        return [tuple(some) for some in found]
+        groups = sorted(kinds.values(), key=lambda group: -len(group) * self._count_whole(group[0]))
+        return [tuple(group) for group in groups]
 
     def _count_whole(self, number: int) -> int:
         value = self.graph.values[number]
@@ -221,13 +223,14 @@ class InputSearch:
     def _count_bytes(self, number: int, shardings: Sequence[Sharding] | None = None) -> FloatArray:
         """Return the bytes of a value on a rank in each of some shardings, or its candidates."""
         value = self.graph.values[number]
-        found = [
+        counts = [
             math.prod(
-                -(-size // size_of(axes)) for size, axes in zip(value.shape, one.dims, strict=True)
+                -(-size // size_of(axes))
+                for size, axes in zip(value.shape, sharding.dims, strict=True)
             )
-            for one in (self.problem.values[number] if shardings is None else shardings)
+            for sharding in (self.problem.values[number] if shardings is None else shardings)
         ]
-        return np.array(found, dtype=np.float64) * dtype(value.dtype).itemsize_bytes
+        return np.array(counts, dtype=np.float64) * dtype(value.dtype).itemsize_bytes
 
     def _count_run_bytes(self, number: int) -> FloatArray:
         """Return the bytes of all that an operation reads and makes, for each of its ways."""
@@ -260,13 +263,13 @@ class InputSearch:
     def _seeds(self) -> list[Choices]:
         """The choices of seeds and of combinations of seeds that help."""
         laid: list[Seed] = []
-        found: dict[Choices, float] = {}
+        evaluated: dict[Choices, float] = {}
 
         def judge(*seeds: Seed) -> float:
             chosen = self.begin(seeds)
-            if chosen not in found:
-                found[chosen] = self.total.value(chosen)
-            return found[chosen]
+            if chosen not in evaluated:
+                evaluated[chosen] = self.total.value(chosen)
+            return evaluated[chosen]
 
         best_s = judge()
         for axis in self.mesh.axis_names:
@@ -274,16 +277,16 @@ class InputSearch:
             for _ in range(MAX_SEEDS):
                 if not waiting:
                     break
-                judged = [(judge(*laid, one), place) for place, one in enumerate(waiting)]
+                judged = [(judge(*laid, seed), place) for place, seed in enumerate(waiting)]
                 least_s, place = min(judged)
                 if least_s >= best_s:
                     break
                 best_s = least_s
                 laid.append(waiting[place])
-                others = [waiting[at] for _, at in sorted(judged)]
+                ordered = [waiting[at] for _, at in sorted(judged)]
                 # An axis cuts an input once: further seeds of the kind would not apply.
-                waiting = [one for one in others if one.kind != laid[-1].kind][:MAX_COMBINED]
-        return list(found)
+                waiting = [seed for seed in ordered if seed.kind != laid[-1].kind][:MAX_COMBINED]
+        return list(evaluated)
 
     def list_seeds(self, axis: str) -> list[Seed]:
         """Return the seeds along an axis, those of the largest inputs first."""
@@ -300,8 +303,8 @@ class InputSearch:
         # Axes cut a dimension in the order of the mesh, as candidates have them.
         laid = tuple(sorted(seeds, key=lambda seed: (self.mesh.axis_names.index(seed.axis), seed)))
         if laid not in self._begun:
-            found = propagate_by_rules(self.graph, self._annotate(laid), strategy="aggressive")
-            self._begun[laid] = self._choose_ways(self._find_nearest(found.values))
+            propagated = propagate_by_rules(self.graph, self._annotate(laid), strategy="aggressive")
+            self._begun[laid] = self._choose_ways(self._find_nearest(propagated.values))
         return self._begun[laid]
 
     def with_inputs(self, chosen: Choices, specs: Mapping[int, ShardingSpec]) -> Choices:
@@ -318,8 +321,8 @@ class InputSearch:
         """Return the choices nearest to shardings of all values."""
         return self.problem.nearest(
             [
-                Sharding.whole(len(value.shape)) if one is None else self.table.encoded(one).plain
-                for one, value in zip(specs, self.graph.values, strict=True)
+                Sharding.whole(len(value.shape)) if spec is None else self.table.encoded(spec).plain
+                for spec, value in zip(specs, self.graph.values, strict=True)
             ]
         )
 
@@ -332,21 +335,27 @@ def _find_alike(graph: Graph) -> list[int]:
         makers.update(dict.fromkeys(operation.results, place))
         for number in operation.operands:
             readers.setdefault(number, []).append(place)
-    own = _number((one.operator, one.rule) for one in graph.operations)
+    labels = _number((operation.operator, operation.rule) for operation in graph.operations)
     return _number(
         (
-            own[place],
-            *[own[makers[number]] if number in makers else None for number in one.operands],
-            *[tuple(sorted(own[n] for n in readers.get(number, ()))) for number in one.results],
+            labels[place],
+            *[
+                labels[makers[number]] if number in makers else None
+                for number in operation.operands
+            ],
+            *[
+                tuple(sorted(labels[n] for n in readers.get(number, ())))
+                for number in operation.results
+            ],
         )
-        for place, one in enumerate(graph.operations)
+        for place, operation in enumerate(graph.operations)
     )
 
 
-def _number(some: Iterable[object]) -> list[int]:
+def _number(items: Iterable[object]) -> list[int]:
     """Number objects; equal objects have the same number."""
-    known: dict[object, int] = {}
-    return [known.setdefault(one, len(known)) for one in some]
+    numbers: dict[object, int] = {}
+    return [numbers.setdefault(item, len(numbers)) for item in items]
 
 
 # Axes that are data or tensor parallel in all combinations; further axes are as the last of them.
@@ -380,13 +389,13 @@ def candidate_layouts(search: InputSearch) -> list[InputLayout]:
     cut = [number for kind in (*batch, *weights) for number in search.kinds[kind]]
     # The dimensions of the largest weights.
     ndim = len(search.graph.values[search.kinds[weights[0]][0]].shape) if weights else 1
-    found: dict[tuple[ShardingSpec, ...], InputLayout] = {}
+    layouts: dict[tuple[ShardingSpec, ...], InputLayout] = {}
     for data in _list_data_axes(search):
         begun: list[Seed] = []
         for axis in data:
             # The fastest sharding of the batch along the axis, in addition to the others.
-            own = [seed for seed in search.list_seeds(axis) if seed.kind in batch]
-            judged = {seed: search.total.value(search.begin([*begun, seed])) for seed in own}
+            axis_seeds = [seed for seed in search.list_seeds(axis) if seed.kind in batch]
+            judged = {seed: search.total.value(search.begin([*begun, seed])) for seed in axis_seeds}
             if judged:
                 begun.append(min(judged, key=judged.__getitem__))
         tensor = [axis for axis in search.mesh.axis_names if axis not in data]
@@ -394,11 +403,13 @@ def candidate_layouts(search: InputSearch) -> list[InputLayout]:
             seeds = begun
             for axis in tensor:
                 seeds = _cut_weights(search, seeds, weights, axis, dim)
-            fully = [some for n in range(len(data) + 1) for some in itertools.combinations(data, n)]
+            fully = [
+                subset for n in range(len(data) + 1) for subset in itertools.combinations(data, n)
+            ]
             for axes in (*fully, search.mesh.axis_names):
-                one = _shard_fully(search, seeds, cut, axes)
-                found.setdefault(one.specs, one)
-    return sorted(found.values(), key=lambda one: (one.seconds_s, one.size_bytes))
+                layout = _shard_fully(search, seeds, cut, axes)
+                layouts.setdefault(layout.specs, layout)
+    return sorted(layouts.values(), key=lambda layout: (layout.seconds_s, layout.size_bytes))
 
 
 def _list_data_axes(search: InputSearch) -> list[list[str]]:
@@ -407,14 +418,16 @@ def _list_data_axes(search: InputSearch) -> list[list[str]]:
     Among axes of equal size the first are, because neighbours are tensor parallel.
     """
     names, size_of = search.mesh.axis_names, search.mesh.axis_size
-    found = []
+    data_axes = []
     for is_data in itertools.product((True, False), repeat=min(len(names), MAX_AXES)):
         last = [is_data[-1]] * (len(names) - len(is_data))
-        own = dict(zip(names, (*is_data, *last), strict=True))
+        is_data_axis = dict(zip(names, (*is_data, *last), strict=True))
         pairs = itertools.combinations(names, 2)
-        if all(own[a] or not own[b] or size_of(a) != size_of(b) for a, b in pairs):
-            found.append([axis for axis in names if own[axis]])
-    return found
+        if all(
+            is_data_axis[a] or not is_data_axis[b] or size_of(a) != size_of(b) for a, b in pairs
+        ):
+            data_axes.append([axis for axis in names if is_data_axis[axis]])
+    return data_axes
 
 
 def _list_weights(search: InputSearch, batch: Collection[int]) -> list[int]:
@@ -433,7 +446,11 @@ def _find_batch(search: InputSearch) -> list[int]:
         return []
     computing_s = list(map(search.problem.computing_s, begun))
     most_s = min(computing_s) * COMPUTE_TOLERANCE
-    few = [one for one, own_s in zip(begun, computing_s, strict=True) if own_s <= most_s]
+    few = [
+        choices
+        for choices, seconds_s in zip(begun, computing_s, strict=True)
+        if seconds_s <= most_s
+    ]
     best = min(few, key=search.total.value)
     return [kind for kind in range(len(search.kinds)) if _is_cut(search, best, kind, axis)]
 
@@ -452,16 +469,18 @@ def _cut_weights(
     The largest weights are cut along a dimension if they can be, since that decides most of what
     can be saved by the others.
     """
-    found = list(seeds)
-    own = search.list_seeds(axis)
+    extended = list(seeds)
+    axis_seeds = search.list_seeds(axis)
     for place, kind in enumerate(weights):
-        waiting = [seed for seed in own if seed.kind == kind]
+        waiting = [seed for seed in axis_seeds if seed.kind == kind]
         if place == 0:
             waiting = [seed for seed in waiting if seed.dim == dim] or waiting
-        if waiting and not _is_cut(search, search.begin(found), kind, axis):
-            best = min(waiting, key=lambda seed: search.total.value(search.begin([*found, seed])))
-            found.append(best)
-    return found
+        if waiting and not _is_cut(search, search.begin(extended), kind, axis):
+            best = min(
+                waiting, key=lambda seed: search.total.value(search.begin([*extended, seed]))
+            )
+            extended.append(best)
+    return extended
 
 
 def _shard_fully(
@@ -529,7 +548,10 @@ def optimal_inputs(
     problem.fill(bounds=True)
     sizes = [search.sizes_bytes[number] for number in free]
     # The least that inputs from each place on take.
-    least_bytes = [sum(float(one.min()) for one in sizes[place:]) for place in range(len(free) + 1)]
+    least_bytes = [
+        sum(float(input_sizes.min()) for input_sizes in sizes[place:])
+        for place in range(len(free) + 1)
+    ]
     # The bound of each partial choice, its order among equals, and the choices.
     waiting: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
     count = 1
@@ -537,14 +559,14 @@ def optimal_inputs(
         if not waiting or waiting[0][0] >= best_s * (1 - SLACK):
             return True
         bound_s, place, chosen = heapq.heappop(waiting)
-        kept = [np.arange(choices) for choices in search.total.choices]
+        allowed = [np.arange(choices) for choices in search.total.choices]
         for number, choice in zip(free, chosen, strict=False):
-            kept[number] = np.array([choice])
-        total = problem.sum(NOTHING, {}).restricted(kept)
+            allowed[number] = np.array([choice])
+        total = problem.sum(NOTHING, {}).restricted(allowed)
         places = total.eliminated()
         if places is None:
             return False
-        answer = tuple(int(own[at]) for own, at in zip(kept, places, strict=True))
+        answer = tuple(int(choices[at]) for choices, at in zip(allowed, places, strict=True))
         has_risen = problem.price([answer])
         least_s = max(bound_s, total.value(places))
         if has_risen or least_s > bound_s * (1 + SLACK):
@@ -554,15 +576,17 @@ def optimal_inputs(
         if len(chosen) == len(free):
             best_s = min(best_s, judge(chosen))
             continue
-        every_s = total.least_of_choices()
-        if every_s is None:
+        bounds_s = total.least_of_choices()
+        if bounds_s is None:
             return False
-        held_bytes = sum(float(own[at]) for own, at in zip(sizes, chosen, strict=False))
-        for choice, own_s in enumerate(every_s[free[len(chosen)]]):
+        held_bytes = sum(
+            float(input_sizes[at]) for input_sizes, at in zip(sizes, chosen, strict=False)
+        )
+        for choice, choice_s in enumerate(bounds_s[free[len(chosen)]]):
             size_bytes = held_bytes + float(sizes[len(chosen)][choice])
             if size_bytes + least_bytes[len(chosen) + 1] <= limit:
                 # Sums are found up to rounding.
-                partial = (float(own_s) * (1 - SLACK), count, (*chosen, choice))
+                partial = (float(choice_s) * (1 - SLACK), count, (*chosen, choice))
                 heapq.heappush(waiting, partial)
                 count += 1
     return False

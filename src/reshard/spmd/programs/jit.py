@@ -73,14 +73,14 @@ def trace_within(
     if _peak(asked) <= limit:
         return asked
     # Without shardings all strategies are equal, and without priorities "prioritized" is "basic".
-    names = [one for one in STRATEGIES if one not in (strategy, "prioritized") and first.mesh]
-    others = [trace_by(one) for one in names]
-    placed = [finish(one) for one in others]
-    fitting = [one for one in placed if _peak(one) <= limit]
+    names = [other for other in STRATEGIES if other not in (strategy, "prioritized") and first.mesh]
+    others = [trace_by(other) for other in names]
+    placed = [finish(traced) for traced in others]
+    fitting = [traced for traced in placed if _peak(traced) <= limit]
     if fitting:
-        return min(fitting, key=lambda one: one.moved_bytes)
-    for one in (first, *sorted(others, key=_peak)):
-        again = recompute(one, limit)
+        return min(fitting, key=lambda traced: traced.moved_bytes)
+    for traced in (first, *sorted(others, key=_peak)):
+        again = recompute(traced, limit)
         if again is not None and _peak(finished := finish(again)) <= limit:
             return finished
     raise PlanError(_describe(name, asked, placed, limit))
@@ -93,14 +93,16 @@ def _peak(traced: Trace) -> int:
 def _describe(name: str, asked: Trace, others: list[Trace], limit: int) -> str:
     peak = _peak(asked)
     rank = next(rank for rank, size in asked.peak_bytes.items() if size == peak)
-    place = asked.ranks.index(rank)
-    at = next((one for one in asked.operations if one.live_bytes[place] == peak), None)
+    index = asked.ranks.index(rank)
+    at = next(
+        (operation for operation in asked.operations if operation.live_bytes[index] == peak), None
+    )
     where = (
         "with its arguments alone"
         if at is None
         else f"at %{at.operation.results[0]} = {at.operation}"
     )
-    tried = "; ".join(f"{one.strategy!r} holds {_peak(one):,}" for one in others)
+    tried = "; ".join(f"{traced.strategy!r} holds {_peak(traced):,}" for traced in others)
     least = min(map(_peak, (asked, *others)))
     return (
         f"{name} with strategy {asked.strategy!r} holds {peak:,} bytes on rank {rank} {where}, "
@@ -268,47 +270,47 @@ class JittedFunction:
         read_kind(arguments, key, arrays)
         if options:
             read_kind(options, key, arrays)
-        first = next((one for one in arrays if isinstance(one, ShardedArray)), None)
+        first = next((array for array in arrays if isinstance(array, ShardedArray)), None)
         is_abstract = first is not None and any(
-            isinstance(one, ShardedArray) and one.runner.is_abstract for one in arrays
+            isinstance(array, ShardedArray) and array.runner.is_abstract for array in arrays
         )
         if is_abstract or listening_recorder() is not None:
             # It is part of another function that is traced, whose arrays it may read without being
             # given any.
             return self._function(*arguments, **options)
         runner = first.runner if first is not None else runner_for(*arrays[:1])
-        whole = (*key, runner)
-        found = self._programs.get(whole)
-        if found is None:
-            found = self._trace(whole, arguments, options)
+        program_key = (*key, runner)
+        program = self._programs.get(program_key)
+        if program is None:
+            program = self._trace(program_key, arguments, options)
         if not self._donate or recorders:
             # A recorder, such as a gradient's tape, keeps the arguments.
-            return found.run(arrays, runner)
-        given = [arrays[n] for n in self._find_donated(arguments)]
+            return program.run(arrays, runner)
+        donated_arrays = [arrays[n] for n in self._find_donated(arguments)]
         # An array that is passed twice is donated once, in all its places.
-        once = {id(x): x for x in given if isinstance(x, ShardedArray)}
+        once = {id(x): x for x in donated_arrays if isinstance(x, ShardedArray)}
         donated = [n for n, x in enumerate(arrays) if id(x) in once]
-        own = {known: x.donated() for known, x in once.items()}
-        arrays = [own.get(id(x), x) for x in arrays]
+        copies = {identity: x.donated() for identity, x in once.items()}
+        arrays = [copies.get(id(x), x) for x in arrays]
         # Nothing else may keep what the program frees.
-        del given, once, own
-        return found.run(arrays, runner, donated)
+        del donated_arrays, once, copies
+        return program.run(arrays, runner, donated)
 
     def _find_donated(self, arguments: Sequence[Any]) -> list[int]:
         """Return the donated arrays, by their place among all arrays of the arguments."""
-        found: list[int] = []
+        donated: list[int] = []
         arrays: list[Any] = []
-        for place, argument in enumerate(arguments):
+        for position, argument in enumerate(arguments):
             before = len(arrays)
             arrays += [leaf for _, leaf in leaves([argument]) if type_of(leaf) is not None]
-            if place in self._donate:
-                found += range(before, len(arrays))
+            if position in self._donate:
+                donated += range(before, len(arrays))
         if self._donate and max(self._donate) >= len(arguments):
             raise UsageError(
                 f"donate={sorted(self._donate)} of a call with {len(arguments)} arguments; give "
                 "positions of those, which are not given by name"
             )
-        return found
+        return donated
 
     def trace(self, *arguments: Any, **options: Any) -> Trace:
         """Trace the program: its operations, bytes, time and memory; see `sp.trace`.
@@ -328,28 +330,30 @@ class JittedFunction:
     ) -> Trace:
         """Trace as `trace` does; in a single process nothing overlaps."""
 
-        own = self._options
+        jit_options = self._options
 
         def trace_by(strategy: str) -> Trace:
             graph = self._record(strategy, arguments, options)
-            return trace_graph(graph, strategy, own.topology, own.library)
+            return trace_graph(graph, strategy, jit_options.topology, jit_options.library)
 
-        places = self._find_donated(arguments)
+        positions = self._find_donated(arguments)
 
         def finish(traced: Trace) -> Trace:
             graph = traced.graph
-            donated = [graph.arguments[place] for place in places]
-            if own.overlap and moves_beside:
-                return overlapped(traced, own.overlap, donated, own.live_bytes)
-            if not donated or any(one.may_stop for one in traced.operations):
+            donated = [graph.arguments[position] for position in positions]
+            if jit_options.overlap and moves_beside:
+                return overlapped(traced, jit_options.overlap, donated, jit_options.live_bytes)
+            if not donated or any(operation.may_stop for operation in traced.operations):
                 return traced
             ranks, operations = traced.ranks, traced.operations
             counted = count_memory(graph, traced.inputs, operations, ranks, donated)
             return replace(traced, operations=counted)
 
-        if own.live_bytes is None:
-            return finish(trace_by(own.strategy))
-        return trace_within(trace_by, finish, repr(self), own.strategy, own.live_bytes)
+        if jit_options.live_bytes is None:
+            return finish(trace_by(jit_options.strategy))
+        return trace_within(
+            trace_by, finish, repr(self), jit_options.strategy, jit_options.live_bytes
+        )
 
     @property
     def traced_count(self) -> int:
@@ -359,29 +363,31 @@ class JittedFunction:
     def _record(self, strategy: str, arguments: Sequence[Any], options: dict[str, Any]) -> Graph:
         """Return the function's graph, simplified, with the shardings of a strategy."""
         function: Function = self._function
-        given: Sequence[Any] = arguments
+        inputs: Sequence[Any] = arguments
         if options:
             # As a last argument, because the inputs of graphs are ordered.
             def function(*most: Any) -> Any:
                 return self._function(*most[:-1], **most[-1])
 
-            given = (*arguments, options)
+            inputs = (*arguments, options)
         with unrecorded():
-            graph = simplify(record_for(strategy, function, given, has_others=True))
-        own = self._options
-        if own.shardings is not None and strategy == "cost":
-            return graph.with_shardings(*own.shardings)
-        return assign_shardings(graph, strategy, own.topology, own.library)
+            graph = simplify(record_for(strategy, function, inputs, has_others=True))
+        jit_options = self._options
+        if jit_options.shardings is not None and strategy == "cost":
+            return graph.with_shardings(*jit_options.shardings)
+        return assign_shardings(graph, strategy, jit_options.topology, jit_options.library)
 
     def _trace(self, key: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Program:
         with self._lock:
-            found = self._programs.get(key)
-            if found is not None:
-                return found
-            own = self._options
-            moves_beside = own.overlap > 0 and not key[-1].has_every_shard
-            if own.live_bytes is None and not (moves_beside and own.topology is not None):
-                graph = self._record(own.strategy, arguments, options)
+            program = self._programs.get(key)
+            if program is not None:
+                return program
+            jit_options = self._options
+            moves_beside = jit_options.overlap > 0 and not key[-1].has_every_shard
+            if jit_options.live_bytes is None and not (
+                moves_beside and jit_options.topology is not None
+            ):
+                graph = self._record(jit_options.strategy, arguments, options)
             else:
                 graph = self._trace_program(arguments, options, moves_beside).graph
             self._traced_count += 1
@@ -396,8 +402,8 @@ class JittedFunction:
                 )
             while len(self._programs) >= MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            found = self._programs[key] = Program(graph, own.overlap, own.compile)
-            return found
+            program = self._programs[key] = Program(graph, jit_options.overlap, jit_options.compile)
+            return program
 
     def __repr__(self) -> str:
         return f"<sp.jit of {self._function!r}>"

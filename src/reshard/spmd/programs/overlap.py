@@ -69,41 +69,43 @@ def _count_memory(
 ) -> tuple[TracedOperation, ...]:
     ranks = traced.ranks
     # The caller keeps the other arguments.
-    made = {register for one in steps for register in one.makes}
-    sizes = {number: count_held(types[number], ranks) for number in (*made, *donated)}
+    produced = {register for step in steps for register in step.makes}
+    sizes = {number: count_held(types[number], ranks) for number in (*produced, *donated)}
     held: IntArray = np.array(held_bytes(traced.inputs, ranks))
-    found: list[tuple[IntArray, IntArray] | None] = [None] * len(traced.operations)
+    memory: list[tuple[IntArray, IntArray] | None] = [None] * len(traced.operations)
     at = 0
     for action in order:
-        one = steps[action.step]
+        step = steps[action.step]
         before, extra = held, np.zeros_like(held)
-        if one.moved is not None:
-            moved = InsertedReshard(0, *one.moved)
+        if step.moved is not None:
+            moved = InsertedReshard(0, *step.moved)
             extra = count_extra(moved, ranks)
-        elif one.makes:
+        elif step.makes:
             # A function holds more within, before its results are there.
-            within = traced.operations[one.operation].within
+            within = traced.operations[step.operation].within
             extra = np.array([within.held_by(rank) for rank in ranks])
-            for register in one.makes:
+            for register in step.makes:
                 extra = extra - sizes.get(register, 0)
             extra = np.maximum(extra, 0)
         if action.kind == "wait":
             held = held - extra
         else:
-            for register in one.makes:
+            for register in step.makes:
                 held = held + sizes.get(register, 0)
         most = held + extra
         if action.kind == "begin":
             held = most
         else:
-            at = one.operation
-        known = found[at]
-        found[at] = (before, most) if known is None else (known[0], np.maximum(known[1], most))
+            at = step.operation
+        earlier = memory[at]
+        memory[at] = (
+            (before, most) if earlier is None else (earlier[0], np.maximum(earlier[1], most))
+        )
         for register in action.frees:
             held = held - sizes.get(register, 0)
     operations = []
     last = np.array(held_bytes(traced.inputs, ranks))
-    for operation, counted in zip(traced.operations, found, strict=True):
+    for operation, counted in zip(traced.operations, memory, strict=True):
         # An operation without a step has the memory of the previous operation.
         before, most = (last, last) if counted is None else counted
         last = before if counted is None else last
@@ -115,18 +117,18 @@ def _count_memory(
 
 def _count_seconds(traced: Trace, steps: Sequence[ProgramStep], order: Sequence[Action]) -> float:
     """Return when the last step ends, if operators and reshards run in parallel sequences."""
-    computing = {one.operation: number for number, one in enumerate(steps) if one.moved is None}
+    computing = {step.operation: number for number, step in enumerate(steps) if step.moved is None}
     now_s = moved_s = 0.0
     ends_s: dict[int, float] = {}
     for action in order:
-        one = steps[action.step]
+        step = steps[action.step]
         if action.kind == "wait":
             now_s = max(now_s, ends_s[action.step])
-        elif one.moved is None:
-            if computing[one.operation] == action.step:
-                now_s += traced.operations[one.operation].busiest_s
+        elif step.moved is None:
+            if computing[step.operation] == action.step:
+                now_s += traced.operations[step.operation].busiest_s
         else:
-            moved = InsertedReshard(0, *one.moved, traced.topology, traced.library)
+            moved = InsertedReshard(0, *step.moved, traced.topology, traced.library)
             moved_s = max(now_s, moved_s) + moved.seconds_s
             if action.kind == "begin":
                 ends_s[action.step] = moved_s
@@ -151,7 +153,9 @@ def overlapped(
     in_pieces = decompose(traced, runner)
     if in_pieces is None or whole.overlapped_s is None:
         return whole
-    found = estimate_overlap(in_pieces, overlap, donated, runner)
-    fits = live_bytes is None or max(found.peak_bytes.values()) <= live_bytes
-    is_quicker = found.overlapped_s is not None and found.overlapped_s < whole.overlapped_s
-    return found if fits and is_quicker else whole
+    decomposed = estimate_overlap(in_pieces, overlap, donated, runner)
+    fits = live_bytes is None or max(decomposed.peak_bytes.values()) <= live_bytes
+    is_quicker = (
+        decomposed.overlapped_s is not None and decomposed.overlapped_s < whole.overlapped_s
+    )
+    return decomposed if fits and is_quicker else whole

@@ -123,8 +123,8 @@ def compile_graph(
     inputs = [number for number in graph.inputs if number in inserted.types]
     reused = find_reused(order, steps, inserted.types)
     runs = [
-        (_make_run(one, steps[one.step], reused.get(place)), one.frees)
-        for place, one in enumerate(order)
+        (_make_run(action, steps[action.step], reused.get(place)), action.frees)
+        for place, action in enumerate(order)
     ]
     if change_runs is not None:
         runs = list(change_runs(order, steps, constants, runs))
@@ -132,7 +132,7 @@ def compile_graph(
     # The registers of constants follow those of values without a gap.
     first += [constants[register] for register in sorted(constants)]
     digest = _digest(order, steps)
-    agreed = runner.in_lockstep if any(one.moved is not None for one in steps) else None
+    lockstep = runner.in_lockstep if any(step.moved is not None for step in steps) else None
 
     def run_on(values: Registers) -> None:
         for run, frees in runs:
@@ -147,10 +147,10 @@ def compile_graph(
         for place, register in enumerate(inputs):
             values[register] = shards[place]
         shards.clear()
-        if agreed is None:
+        if lockstep is None:
             run_on(values)
         else:
-            with agreed(digest) as begin:
+            with lockstep(digest) as begin:
                 values[-1] = begin
                 run_on(values)
         return [values[register] for register in outputs]
@@ -161,27 +161,27 @@ def compile_graph(
 
 def _find_viewing(inputs: Iterable[int], steps: Iterable[ProgramStep]) -> set[int]:
     """Return the registers that may have the memory of inputs."""
-    found = set(inputs)
-    for one in steps:
-        if one.may_view and not found.isdisjoint(one.reads):
-            found.update(one.makes)
-    return found
+    viewing = set(inputs)
+    for step in steps:
+        if step.may_view and not viewing.isdisjoint(step.reads):
+            viewing.update(step.makes)
+    return viewing
 
 
 def _digest(order: Iterable[Action], steps: Sequence[ProgramStep]) -> bytes:
     """Return a digest of what ranks do together, in order: each has to do the same."""
-    meant = hashlib.blake2b(digest_size=16)
-    for one in steps:
-        if one.moved is not None:
-            kind, spec = one.moved
+    digest = hashlib.blake2b(digest_size=16)
+    for step in steps:
+        if step.moved is not None:
+            kind, spec = step.moved
             before = kind.spec or replicated(spec.mesh, kind.ndim)
-            meant.update(before.layout(kind.shape).fingerprint)
-            meant.update(spec.layout(kind.shape).fingerprint + kind.dtype.name.encode())
+            digest.update(before.layout(kind.shape).fingerprint)
+            digest.update(spec.layout(kind.shape).fingerprint + kind.dtype.name.encode())
     for action in order:
         # Ranks with other orders would deadlock.
         if steps[action.step].transport != "here":
-            meant.update(f"{action.kind} {action.step} ".encode())
-    return meant.digest()
+            digest.update(f"{action.kind} {action.step} ".encode())
+    return digest.digest()
 
 
 def _make_run(action: Action, step: ProgramStep, into: int | None = None) -> Run:
@@ -215,7 +215,8 @@ def _make_move(
         values[target] = move(values[source])
 
     before_bytes, after_bytes = (
-        max(held_bytes([one], spec.mesh.devices)) for one in (kind, kind.with_spec(spec))
+        max(held_bytes([array_type], spec.mesh.devices))
+        for array_type in (kind, kind.with_spec(spec))
     )
     return ProgramStep(
         run,
@@ -240,10 +241,10 @@ def _make_body(
     pairs = list(zip(types, reads, strict=True))
 
     def run(values: Registers) -> None:
-        given = [ShardedArray.of_shards(kind, values[number], runner) for kind, number in pairs]
+        operands = [ShardedArray.of_shards(kind, values[number], runner) for kind, number in pairs]
         # How often a loop goes round is not known before.
         with runner.independent():
-            results = body.run(given, runner)
+            results = body.run(operands, runner)
         for register, result in zip(makes, results, strict=True):
             values[register] = result._shards
 
@@ -292,18 +293,18 @@ def _make_writing(
     if function is None or called.shares_failure or not called.is_single:
         return None
     write = writing(function)
-    if write is None or any(one is not function for one in called.functions):
+    if write is None or any(other is not function for other in called.functions):
         return None
-    (made,) = makes
+    (target,) = makes
 
     def write_into(register: int) -> Run:
         def run(values: Registers) -> None:
-            columns = [values[one] for one in reads]
+            columns = [values[source] for source in reads]
             try:
-                values[made] = tuple(
+                values[target] = tuple(
                     [
-                        write(*row, out=place)
-                        for place, *row in zip(values[register], *columns, strict=True)
+                        write(*row, out=out)
+                        for out, *row in zip(values[register], *columns, strict=True)
                     ]
                 )
             except REFUSALS as error:
@@ -355,25 +356,25 @@ def _make_call_run(
     """Return the function of an operation on registers; common cases have short ones."""
     name, functions = called.name, called.functions
     # Without shards here there are no functions.
-    is_same = len({id(one) for one in functions}) == 1
+    is_same = len({id(kernel) for kernel in functions}) == 1
     function: Callable[..., Any] = functions[0] if is_same else compute
     if called.is_single and is_same and not called.shares_failure and len(reads) <= 2:
-        made = makes[0]
+        target = makes[0]
         if len(reads) == 1:
             (only,) = reads
 
             def run_one(values: Registers) -> None:
                 try:
-                    values[made] = tuple(map(function, values[only]))
+                    values[target] = tuple(map(function, values[only]))
                 except REFUSALS as error:
                     refuse(name, kinds, runner, error)
 
             return run_one
-        one, other = reads
+        left, right = reads
 
         def run_two(values: Registers) -> None:
             try:
-                values[made] = tuple(map(function, values[one], values[other]))
+                values[target] = tuple(map(function, values[left], values[right]))
             except REFUSALS as error:
                 refuse(name, kinds, runner, error)
 
@@ -423,22 +424,22 @@ class Program:
         self._outputs = tuple(dict.fromkeys(graph.outputs))
         self._fixed: dict[int, Any] = {}
 
-    def interpret(self, given: Sequence[Any], runner: Runner) -> Any:
+    def interpret(self, arguments: Sequence[Any], runner: Runner) -> Any:
         """Return the results as `run` does, executing operation by operation."""
         arrays = {
             number: self._enter(x, number, runner)
-            for number, x in zip(self._arguments, given, strict=True)
+            for number, x in zip(self._arguments, arguments, strict=True)
         }
         return self._interpret(arrays, runner)
 
-    def run(self, given: Sequence[Any], runner: Runner, donated: Sequence[int] = ()) -> Any:
+    def run(self, arguments: Sequence[Any], runner: Runner, donated: Sequence[int] = ()) -> Any:
         """Return the results for arrays among the arguments, in their order.
 
         `donated` are places of arrays that nobody else has: each is freed after its last use.
         """
         arrays = {
             number: self._enter(x, number, runner)
-            for number, x in zip(self._arguments, given, strict=True)
+            for number, x in zip(self._arguments, arguments, strict=True)
         }
         if recorders or runner.is_abstract:
             # Recorders, such as a gradient's tape, observe operations.
@@ -449,41 +450,41 @@ class Program:
                 if self._program is None:
                     return self._prepare(arrays, runner)
                 program = self._program
-        every = arrays | self._fixed if self._fixed else arrays
-        inputs = [every[number]._shards for number in self._inputs]
+        all_arrays = arrays | self._fixed if self._fixed else arrays
+        inputs = [all_arrays[number]._shards for number in self._inputs]
         # A program that may stop starts again from its arguments, which must then still have
         # shards.
         if not self._may_stop:
             for place in donated:
                 # Nothing but the program holds them from here on.
-                given[place]._shards = ()
-                every[self._arguments[place]]._shards = ()
+                arguments[place]._shards = ()
+                all_arrays[self._arguments[place]]._shards = ()
                 arrays.pop(self._arguments[place], None)
-                if every is not arrays:
-                    every.pop(self._arguments[place], None)
+                if all_arrays is not arrays:
+                    all_arrays.pop(self._arguments[place], None)
         try:
-            made = program(inputs)
+            output_shards = program(inputs)
         # All ranks get here together, since the error is collective.
         except UnforeseenElementsError:
             return self._interpret(arrays, runner)
         values = {}
         for number, kind, shards, is_view in zip(
-            self._outputs, self._types, made, self._views, strict=True
+            self._outputs, self._types, output_shards, self._views, strict=True
         ):
             # An argument that is returned is the argument.
-            known = every.get(number)
-            if known is None:
+            output = all_arrays.get(number)
+            if output is None:
                 make = ShardedArray.given if is_view else ShardedArray.of_shards
-                known = make(kind, shards, runner)
-            values[number] = known
+                output = make(kind, shards, runner)
+            values[number] = output
         return filled(self._graph.returned, values)
 
     def _enter(self, x: Any, number: int, runner: Runner) -> Any:
         """Return an argument in the sharding that the program takes."""
-        wanted = self._wanted[number]
-        if isinstance(x, ShardedArray) and x.type is wanted and x.runner is runner:
+        input_type = self._wanted[number]
+        if isinstance(x, ShardedArray) and x.type is input_type and x.runner is runner:
             return x
-        return array(x, None if wanted is None else wanted.spec, runner=runner)
+        return array(x, None if input_type is None else input_type.spec, runner=runner)
 
     def _interpret(self, arrays: dict[int, Any], runner: Runner) -> Any:
         return filled(self._graph.returned, self._compute(arrays, runner))

@@ -43,9 +43,9 @@ def recompute(traced: Trace, limit: int) -> Trace | None:
     for goal in (limit, limit - limit // 16):
         graph = _RecomputationSearch(traced, goal).run()
         if graph is not None:
-            found = trace_graph(graph, traced.strategy, traced.topology, traced.library)
-            if max(found.peak_bytes.values()) <= limit:
-                return found
+            recomputed = trace_graph(graph, traced.strategy, traced.topology, traced.library)
+            if max(recomputed.peak_bytes.values()) <= limit:
+                return recomputed
     return None
 
 
@@ -55,27 +55,31 @@ class _RecomputationSearch:
     def __init__(self, traced: Trace, limit: int) -> None:
         self._limit = limit
         self._graph = graph = traced.graph
-        rank = max(traced.peak_bytes, key=lambda one: traced.peak_bytes[one])
+        rank = max(traced.peak_bytes, key=traced.peak_bytes.__getitem__)
         place = traced.ranks.index(rank)
         # The caller has the inputs and gets the outputs, so that neither is ever freed.
         self._kept = {*graph.inputs, *graph.outputs}
         # The original of each recomputed value, and the place where each original is computed.
         self._first: dict[int, int] = {}
-        self._makers = {n: at for at, one in enumerate(graph.operations) for n in one.results}
+        self._makers = {
+            n: at for at, operation in enumerate(graph.operations) for n in operation.results
+        }
         self._next = len(graph.values)
         self._base = held_bytes(traced.inputs, traced.ranks)[place]
         self._meanwhile: list[int] = []
         self._costs: list[float | None] = []
         self._sizes: dict[int, int] = {}
-        for one in traced.operations:
-            kinds = held_bytes(one.operands, traced.ranks)[place]
-            sizes = [held_bytes([kind], traced.ranks)[place] for kind in one.results]
-            self._sizes.update(zip(one.operation.results, sizes, strict=True))
-            self._meanwhile.append(one.live_bytes[place] - one.held_bytes[place])
-            weight = _PRODUCT if len(one.operands) > 1 and one.operation.rule.reduction else 1
-            cost = weight * (kinds + sum(sizes)) + _MOVED * one.moved_bytes
+        for estimate in traced.operations:
+            kinds = held_bytes(estimate.operands, traced.ranks)[place]
+            sizes = [held_bytes([kind], traced.ranks)[place] for kind in estimate.results]
+            self._sizes.update(zip(estimate.operation.results, sizes, strict=True))
+            self._meanwhile.append(estimate.live_bytes[place] - estimate.held_bytes[place])
+            weight = (
+                _PRODUCT if len(estimate.operands) > 1 and estimate.operation.rule.reduction else 1
+            )
+            cost = weight * (kinds + sum(sizes)) + _MOVED * estimate.moved_bytes
             # A loop may take any time.
-            self._costs.append(None if one.operation.body is not None else cost)
+            self._costs.append(None if estimate.operation.body is not None else cost)
 
     def run(self) -> Graph | None:
         """Return a graph that satisfies the limit, or None."""
@@ -92,115 +96,117 @@ class _RecomputationSearch:
                 if tried is None:
                     continue
                 again, cost = tried
-                its = self._count(again)
-                gain = (above - self._above(its)) / cost
+                new_live = self._count(again)
+                gain = (above - self._above(new_live)) / cost
                 if gain > 0 and (best is None or gain > best[0]):
-                    best = gain, again, its
+                    best = gain, again, new_live
             if best is None:
                 return None
             _, uses, live = best
         return self._rebuild(uses)
 
-    def _place(self, one: Operation) -> int:
-        """Return the place of the operation that this is, or that this repeats."""
-        made = one.results[0]
-        return self._makers[self._first.get(made, made)]
+    def _place(self, operation: Operation) -> int:
+        """Return the place of an operation, or of the original that it repeats."""
+        result = operation.results[0]
+        return self._makers[self._first.get(result, result)]
 
     def _above(self, live: Sequence[int]) -> int:
-        return sum(max(0, one - self._limit) for one in live)
+        return sum(max(0, size - self._limit) for size in live)
 
     def _count(self, uses: Sequence[Operation]) -> list[int]:
         """Return the memory at each place."""
         last: dict[int, int] = {}
-        for place, one in enumerate(uses):
-            for value in (*one.results, *one.operands):
+        for place, operation in enumerate(uses):
+            for value in (*operation.results, *operation.operands):
                 last[value] = place
         held = self._base
-        found = []
-        for place, one in enumerate(uses):
-            found.append(held + self._meanwhile[self._place(one)])
-            held += sum(self._sizes[value] for value in one.results)
-            for value in {*one.results, *one.operands}:
+        memory = []
+        for place, operation in enumerate(uses):
+            memory.append(held + self._meanwhile[self._place(operation)])
+            held += sum(self._sizes[value] for value in operation.results)
+            for value in {*operation.results, *operation.operands}:
                 if last[value] == place and value not in self._kept:
                     held -= self._sizes[value]
-        return found
+        return memory
 
     def _candidates(self, uses: Sequence[Operation], peak: int) -> list[tuple[int, int]]:
         """Return values that are live but not read at the peak, and their next readers."""
-        before: dict[int, int] = {}
-        behind: dict[int, int] = {}
-        for place, one in enumerate(uses):
+        last_uses: dict[int, int] = {}
+        next_readers: dict[int, int] = {}
+        for place, operation in enumerate(uses):
             if place <= peak:
-                before.update(dict.fromkeys((*one.results, *one.operands), place))
+                last_uses.update(dict.fromkeys((*operation.results, *operation.operands), place))
             else:
-                for value in one.operands:
-                    behind.setdefault(value, place)
-        found = [
+                for value in operation.operands:
+                    next_readers.setdefault(value, place)
+        candidates = [
             (value, reader)
-            for value, reader in behind.items()
-            if before.get(value, peak) < peak and value not in self._kept and self._sizes[value]
+            for value, reader in next_readers.items()
+            if last_uses.get(value, peak) < peak and value not in self._kept and self._sizes[value]
         ]
-        found.sort(key=lambda one: -self._sizes[one[0]] * (one[1] - before[one[0]]))
-        return found[:_MAX_TRIED]
+        candidates.sort(key=lambda pair: -self._sizes[pair[0]] * (pair[1] - last_uses[pair[0]]))
+        return candidates[:_MAX_TRIED]
 
     def _again(
         self, uses: Sequence[Operation], value: int, peak: int, reader: int
     ) -> tuple[list[Operation], float] | None:
-        """Return the operations with a value made again before a reader, and what that costs."""
-        maker = {made: one for one in uses[:reader] for made in one.results}
+        """Return the operations with a value recomputed before a reader, and the cost of that."""
+        maker = {result: operation for operation in uses[:reader] for result in operation.results}
         last: dict[int, int] = {}
-        for place, one in enumerate(uses):
-            last.update(dict.fromkeys(one.operands, place))
+        for place, operation in enumerate(uses):
+            last.update(dict.fromkeys(operation.operands, place))
         # Values that are live after the peak are read as they are, and kept until then; of a value
         # that was computed several times, any of the copies.
         there = {
-            self._first.get(made, made): made
-            for made in maker
-            if made != value and last.get(made, -1) > peak
+            self._first.get(result, result): result
+            for result in maker
+            if result != value and last.get(result, -1) > peak
         }
         new: dict[int, int] = {number: number for number in self._kept}
         chain: dict[tuple[int, ...], Operation] = {}
         cost = 0.0
-        wanted = [value]
-        while wanted:
-            number = wanted.pop()
-            one = maker[number]
-            if one.results in chain:
+        needed = [value]
+        while needed:
+            number = needed.pop()
+            operation = maker[number]
+            if operation.results in chain:
                 continue
-            own = self._costs[self._place(one)]
-            if own is None or len(chain) >= _MAX_CHAIN:
+            operation_cost = self._costs[self._place(operation)]
+            if operation_cost is None or len(chain) >= _MAX_CHAIN:
                 return None
-            chain[one.results] = one
-            cost += own
-            for operand in one.operands:
-                found = there.get(self._first.get(operand, operand))
-                if found is not None:
-                    new[operand] = found
+            chain[operation.results] = operation
+            cost += operation_cost
+            for operand in operation.operands:
+                available = there.get(self._first.get(operand, operand))
+                if available is not None:
+                    new[operand] = available
                 elif operand not in self._kept:
-                    wanted.append(operand)
+                    needed.append(operand)
         # In the order in which they were first computed; their results get new numbers.
-        position = {one.results: place for place, one in enumerate(uses)}
-        made = []
-        for one in sorted(chain.values(), key=lambda one: position[one.results]):
-            for result in one.results:
+        position = {operation.results: place for place, operation in enumerate(uses)}
+        repeated = []
+        for operation in sorted(chain.values(), key=lambda operation: position[operation.results]):
+            for result in operation.results:
                 new[result], self._next = self._next, self._next + 1
                 self._sizes[new[result]] = self._sizes[result]
                 self._first[new[result]] = self._first.get(result, result)
-            made.append(
+            repeated.append(
                 replace(
-                    one,
-                    operands=tuple(new[n] for n in one.operands),
-                    results=tuple(new[n] for n in one.results),
+                    operation,
+                    operands=tuple(new[n] for n in operation.operands),
+                    results=tuple(new[n] for n in operation.results),
                 )
             )
-        behind = [
-            replace(one, operands=tuple(new[n] if n == value else n for n in one.operands))
-            if value in one.operands
-            else one
-            for one in uses[reader:]
+        rest = [
+            replace(
+                operation, operands=tuple(new[n] if n == value else n for n in operation.operands)
+            )
+            if value in operation.operands
+            else operation
+            for operation in uses[reader:]
         ]
         # Gains are divided by the cost, which may be 0.
-        return [*uses[:reader], *made, *behind], max(cost, 1.0)
+        return [*uses[:reader], *repeated, *rest], max(cost, 1.0)
 
     def _rebuild(self, uses: Sequence[Operation]) -> Graph:
         """Return the graph of operations that may occur several times."""
@@ -208,19 +214,19 @@ class _RecomputationSearch:
         # numbered anew, after all originals.
         values = list(self._graph.values)
         numbers = {value.index: value.index for value in values}
-        for one in uses:
-            for result in one.results:
+        for operation in uses:
+            for result in operation.results:
                 if result not in numbers:
                     numbers[result] = len(values)
                     original = self._graph.values[self._first[result]]
                     values.append(replace(original, index=len(values)))
         operations = [
             replace(
-                one,
-                operands=tuple(numbers[n] for n in one.operands),
-                results=tuple(numbers[n] for n in one.results),
+                operation,
+                operands=tuple(numbers[n] for n in operation.operands),
+                results=tuple(numbers[n] for n in operation.results),
             )
-            for one in uses
+            for operation in uses
         ]
         graph = self._graph
         return replace(graph, values=tuple(values), operations=tuple(operations), is_checked=True)

@@ -98,36 +98,36 @@ class ReshardInsertion:
         self,
         operation: Operation,
         called: CompiledCall | None,
-        given: Sequence[Any],
+        inputs: Sequence[Any],
         placed: Sequence[Any],
-        made: Sequence[Any],
+        outputs: Sequence[Any],
         results: Sequence[Any],
     ) -> None:
         """Append an operation and the reshards around it; see `Observe`."""
         self._place += 1
         # Executed again, an operator would look for the halos of operands that have them already.
         moves = self._is_final or find_operator(operation.operator).placed is None
-        own, types = (
-            tuple([x.type if isinstance(x, ArrayValue) else x for x in some])
-            for some in (given, placed)
+        input_types, types = (
+            tuple([x.type if isinstance(x, ArrayValue) else x for x in arrays])
+            for arrays in (inputs, placed)
         )
         operands = [self._numbers[number] for number in operation.operands]
         if moves:
             specs = [kind.spec if isinstance(kind, ArrayType) else None for kind in types]
-            operands = list(map(self._move, operands, own, specs))
+            operands = list(map(self._move, operands, input_types, specs))
         if moves and called is not None:
             operands = list(map(self._move, operands, types, called.runs_with))
         if operation.target is not None:
-            (number,), (x,), (at,) = operation.results, made, operands
+            (number,), (x,), (at,) = operation.results, outputs, operands
             self._numbers[number] = self._move(at, x.type, operation.target, number)
             return
-        kinds = [x.type for x in made] if called is None else called.made
+        kinds = [x.type for x in outputs] if called is None else called.made
         for number, kind in zip(operation.results, kinds, strict=True):
             self._set_value(number, kind)
         if operands != list(operation.operands):
             operation = replace(operation, operands=tuple(operands))
         self._add(operation, types, called)
-        for number, kind, x, there in zip(operation.results, kinds, made, results, strict=True):
+        for number, kind, x, there in zip(operation.results, kinds, outputs, results, strict=True):
             at = self._move(number, kind, x.type.spec)
             self._numbers[number] = self._move(at, x.type, there.type.spec)
 
@@ -153,9 +153,9 @@ class ReshardInsertion:
         """
         if spec is None or not isinstance(kind, ArrayType) or kind.spec is spec:
             return number
-        found = self._moved.get((number, spec))
-        if found is not None:
-            return found
+        moved = self._moved.get((number, spec))
+        if moved is not None:
+            return moved
         if not self._is_resharded(kind, spec):
             result = number
         else:

@@ -39,7 +39,7 @@ def simplify(graph: Graph) -> Graph:
     """
     # 1. Find the first value that is equal to each value.
     same = list(range(len(graph.values)))
-    known: dict[Any, Operation] = {}
+    seen: dict[Any, Operation] = {}
     first: list[Operation] = []
     for operation in graph.operations:
         operands = tuple([same[number] for number in operation.operands])
@@ -55,7 +55,7 @@ def simplify(graph: Graph) -> Graph:
         # Merged, a value that `rematerialized` computes again would be kept from the first time.
         if operation.operator == "identity":
             key = (*key, operation.results)
-        before = known.setdefault(key, operation)
+        before = seen.setdefault(key, operation)
         if before is operation:
             is_same = operands == operation.operands
             first.append(operation if is_same else replace(operation, operands=operands))
@@ -65,12 +65,12 @@ def simplify(graph: Graph) -> Graph:
     outputs = [same[number] for number in graph.outputs]
     # 2. Keep the operations that outputs depend on, from the last to the first.
     needed = set(outputs)
-    kept = []
+    used = []
     for operation in reversed(first):
         if needed.intersection(operation.results):
             needed.update(operation.operands)
-            kept.append(operation)
-    kept.reverse()
+            used.append(operation)
+    used.reverse()
 
     # 3. Keep all arguments, needed or not.
     def make_returned(new: Mapping[int, int]) -> Any:
@@ -80,7 +80,7 @@ def simplify(graph: Graph) -> Graph:
         return replaced(graph.returned, renumber)
 
     inputs = [n for n in graph.inputs if n not in graph.constants or n in needed]
-    return graph.selected(inputs, kept, outputs, make_returned)
+    return graph.selected(inputs, used, outputs, make_returned)
 
 
 def _freeze(values: Mapping[str, Any]) -> tuple[Any, ...]:

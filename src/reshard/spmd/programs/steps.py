@@ -109,7 +109,7 @@ def overlapped_order(
     """
     if not ahead:
         return _with_frees([Action("run", number) for number in range(len(steps))], steps, kept)
-    maker = {made: number for number, one in enumerate(steps) for made in one.makes}
+    maker = {register: number for number, step in enumerate(steps) for register in step.makes}
     begins = _find_begins(steps, maker, ahead)
     actions: list[Action] = []
     pending: list[int] = []
@@ -119,19 +119,19 @@ def overlapped_order(
             pending.remove(number)
             actions.append(Action("wait", number))
 
-    for place, one in enumerate(steps):
+    for place, step in enumerate(steps):
         for number in begins.get(place, ()):
             for register in steps[number].reads:
                 wait(maker.get(register, -1))
-            alike = [one for one in pending if steps[one].grows is steps[number].grows]
+            alike = [other for other in pending if steps[other].grows is steps[number].grows]
             if len(alike) >= ahead:
                 wait(alike[0])
             pending.append(number)
             actions.append(Action("begin", number))
-        if one.transport == "messages":
+        if step.transport == "messages":
             continue
-        made_by = [maker.get(register, -1) for register in one.reads]
-        for number in list(pending) if one.transport == "together" else made_by:
+        made_by = [maker.get(register, -1) for register in step.reads]
+        for number in list(pending) if step.transport == "together" else made_by:
             wait(number)
         actions.append(Action("run", place))
     for number in list(pending):
@@ -144,69 +144,69 @@ def _find_begins(
 ) -> dict[int, list[int]]:
     """Return the reshards that start before each step, by the numbers of steps."""
     readers: dict[int, int] = {}
-    for number, one in enumerate(steps):
-        for register in one.reads:
+    for number, step in enumerate(steps):
+        for register in step.reads:
             readers.setdefault(register, number)
-    found: dict[int, list[int]] = {}
+    begins: dict[int, list[int]] = {}
     earliest = 0
     # Of those that grow.
     read_at: list[int] = []
-    for number, one in enumerate(steps):
-        if one.transport == "together":
+    for number, step in enumerate(steps):
+        if step.transport == "together":
             earliest = number + 1
-        if one.transport != "messages":
+        if step.transport != "messages":
             continue
-        made_at = [maker.get(register, -1) for register in one.reads]
+        made_at = [maker.get(register, -1) for register in step.reads]
         at = max(earliest, *(place + 1 for place in made_at))
-        if one.grows:
+        if step.grows:
             if len(read_at) >= ahead:
                 at = max(at, read_at[-ahead])
-            read_at.append(min(readers.get(register, len(steps)) for register in one.makes))
+            read_at.append(min(readers.get(register, len(steps)) for register in step.makes))
         # The result of another movement is there when that was waited for: nothing is won.
         if any(place >= 0 and steps[place].transport == "messages" for place in made_at):
             at = number
-        found.setdefault(min(at, number), []).append(number)
-    return found
+        begins.setdefault(min(at, number), []).append(number)
+    return begins
 
 
 def _join(actions: Sequence[Action]) -> list[Action]:
     """Turn reshards that are waited for immediately into steps, after all that are in flight."""
-    found: list[Action] = []
+    joined: list[Action] = []
     pending: list[int] = []
     number = 0
     while number < len(actions):
-        one = actions[number]
-        if one.kind == "begin":
-            if number + 1 < len(actions) and actions[number + 1] == Action("wait", one.step):
-                found += [Action("wait", step) for step in pending]
-                found.append(Action("run", one.step))
+        action = actions[number]
+        if action.kind == "begin":
+            if number + 1 < len(actions) and actions[number + 1] == Action("wait", action.step):
+                joined += [Action("wait", step) for step in pending]
+                joined.append(Action("run", action.step))
                 pending.clear()
                 number += 2
                 continue
-            pending.append(one.step)
-        elif one.kind == "wait":
-            if one.step not in pending:
+            pending.append(action.step)
+        elif action.kind == "wait":
+            if action.step not in pending:
                 number += 1
                 continue
-            pending.remove(one.step)
-        found.append(one)
+            pending.remove(action.step)
+        joined.append(action)
         number += 1
-    return found
+    return joined
 
 
 def _with_frees(
     actions: Sequence[Action], steps: Sequence[ProgramStep], kept: Iterable[int]
 ) -> tuple[Action, ...]:
     seen = set(kept)
-    found = []
-    for one in reversed(actions):
-        step = steps[one.step]
+    reversed_actions = []
+    for action in reversed(actions):
+        step = steps[action.step]
         # A movement reads its source until it has been waited for.
-        used = () if one.kind == "begin" else (*step.reads, *step.makes)
+        used = () if action.kind == "begin" else (*step.reads, *step.makes)
         frees = tuple(dict.fromkeys(register for register in used if register not in seen))
         seen.update(frees)
-        found.append(Action(one.kind, one.step, frees))
-    return tuple(found[::-1])
+        reversed_actions.append(Action(action.kind, action.step, frees))
+    return tuple(reversed_actions[::-1])
 
 
 MIN_REUSED_BYTES = 1 << 16
@@ -227,24 +227,24 @@ def find_reused(
         The register of each such operand, by the place of the action in the order.
     """
     # Several results of an operator may be views of the same array.
-    own = (one for one in steps if not one.may_view and one.is_single)
-    fresh = {register for one in own for register in one.makes}
-    for one in steps:
-        if one.may_view:
-            fresh.difference_update(one.reads)
-    found = {}
+    fresh_steps = (step for step in steps if not step.may_view and step.is_single)
+    fresh = {register for step in fresh_steps for register in step.makes}
+    for step in steps:
+        if step.may_view:
+            fresh.difference_update(step.reads)
+    reused = {}
     for place, action in enumerate(order):
         step = steps[action.step]
         if action.kind != "run" or step.write_into is None:
             continue
-        (made,) = step.makes
+        (result,) = step.makes
         for register in step.reads:
             is_last = register in fresh and register in action.frees
             # Equal types are the same object.
-            if is_last and kinds[register] is kinds[made] and _is_large(kinds[made]):
-                found[place] = register
+            if is_last and kinds[register] is kinds[result] and _is_large(kinds[result]):
+                reused[place] = register
                 break
-    return found
+    return reused
 
 
 def _is_large(kind: ArrayType) -> bool:

@@ -50,12 +50,12 @@ class TracedFunction:
         self, function: Function, arguments: Sequence[Any], recorder: GraphRecorder
     ) -> None:
         with unrecorded():
-            found = simplify(record(function, arguments, True, recorder.runner))
-        self.captured = tuple(x for x in found.constants.values() if isinstance(x, ArrayValue))
-        numbers = {n: x for n, x in found.constants.items() if not isinstance(x, ArrayValue)}
-        self._graph = replace(found, constants=MappingProxyType(numbers), is_checked=True)
-        self.results = found.returned
-        self.meshes = found.meshes
+            graph = simplify(record(function, arguments, True, recorder.runner))
+        self.captured = tuple(x for x in graph.constants.values() if isinstance(x, ArrayValue))
+        numbers = {n: x for n, x in graph.constants.items() if not isinstance(x, ArrayValue)}
+        self._graph = replace(graph, constants=MappingProxyType(numbers), is_checked=True)
+        self.results = graph.returned
+        self.meshes = graph.meshes
         self._programs: dict[Any, Program] = {}
         self._kinds: dict[Any, tuple[ArrayType, ...]] = {}
         self._within: dict[Any, BodyCosts] = {}
@@ -69,7 +69,7 @@ class TracedFunction:
         return self._program(arrays, runner).interpret(arrays, runner)
 
     def _program(self, arrays: Sequence[Any], runner: Runner) -> Program:
-        types = tuple(one.type for one in arrays)
+        types = tuple(array.type for array in arrays)
         key = (types, runner)
         program = self._programs.get(key)
         if program is None:
@@ -96,16 +96,16 @@ class TracedFunction:
         if key not in self._kinds:
             runner = AbstractRunner(self._graph.library)
             with unrecorded():
-                found = self.run([runner.array(kind, ShardedArray) for kind in key], runner)
-            self._kinds[key] = tuple(settled(one.type) for one in arrays_of(found))
+                results = self.run([runner.array(kind, ShardedArray) for kind in key], runner)
+            self._kinds[key] = tuple(settled(array.type) for array in arrays_of(results))
         return self._kinds[key]
 
 
 def costs_within(traced: Trace, arguments: Sequence[ArrayType]) -> BodyCosts:
     """Return the data movement of a trace, and its memory beyond the arguments."""
-    given = held_bytes(arguments, traced.ranks)
-    pairs = zip(traced.peak_bytes.items(), given, strict=True)
-    held: dict[int | None, int] = {rank: peak - own for (rank, peak), own in pairs}
+    argument_bytes = held_bytes(arguments, traced.ranks)
+    pairs = zip(traced.peak_bytes.items(), argument_bytes, strict=True)
+    held: dict[int | None, int] = {rank: peak - size for (rank, peak), size in pairs}
     if not traced.meshes:
         held = {None: held[0]}
     return BodyCosts(traced.moved_bytes, held)
@@ -130,7 +130,7 @@ def pull_back_body(
         call_back: returns the cotangents of the real operands, from what differentiates a function
             and the cotangents of the real results.
     """
-    given = cotangents if isinstance(cotangents, tuple) else (cotangents,)
+    result_cotangents = cotangents if isinstance(cotangents, tuple) else (cotangents,)
     real, real_results = (
         [n for n, x in enumerate(arrays) if is_real_floating(x.type.dtype)]
         for arrays in (operands, results)
@@ -139,11 +139,11 @@ def pull_back_body(
     def make_back(function: Callable[[list[Any]], Sequence[Any]]) -> Function:
         def back(arrays: Sequence[Any], slopes: Any) -> list[Any]:
             def of_real(*chosen: Any) -> list[Any]:
-                every = list(arrays)
+                inputs = list(arrays)
                 for n, x in zip(real, chosen, strict=True):
-                    every[n] = x
-                made = function(every)
-                return [made[n] for n in real_results]
+                    inputs[n] = x
+                outputs = function(inputs)
+                return [outputs[n] for n in real_results]
 
             _, pullback = vjp(of_real, *(arrays[n] for n in real))
             return list(pullback(slopes))
@@ -151,8 +151,8 @@ def pull_back_body(
         return back
 
     slopes: list[Any] = [None] * len(operands)
-    found = call_back(make_back, [given[n] for n in real_results])
-    for n, slope in zip(real, found, strict=True):
+    real_slopes = call_back(make_back, [result_cotangents[n] for n in real_results])
+    for n, slope in zip(real, real_slopes, strict=True):
         slopes[n] = slope
     return slopes
 

@@ -45,7 +45,7 @@ Part = tuple[int, int, int, int]
 Parts = tuple[Part, ...]
 
 
-def are_apart(one: Part, other: Part) -> bool:
+def are_apart(first: Part, second: Part) -> bool:
     """Return whether a tensor can be sharded along both: they are disjoint parts of a split.
 
     `x:(1)2` and `x:(3)2` of an axis of 6 do not: there is no way to split 6 that has them.
@@ -55,33 +55,33 @@ def are_apart(one: Part, other: Part) -> bool:
     >>> are_apart((0, 1, 2, 0), (0, 3, 2, 0))
     False
     """
-    if one[0] != other[0]:
+    if first[0] != second[0]:
         return True
-    low, high = (one, other) if one[1] < other[1] else (other, one)
+    low, high = (first, second) if first[1] < second[1] else (second, first)
     return low[1] != high[1] and high[1] % (low[1] * low[2]) == 0
 
 
-def covers(one: Part, other: Part) -> bool:
+def covers(first: Part, second: Part) -> bool:
     """Return whether the first part contains the second."""
-    return one == other or (
-        one[0] == other[0]
-        and one[3] == other[3] == 0
-        and one[1] <= other[1]
-        and other[1] * other[2] <= one[1] * one[2]
+    return first == second or (
+        first[0] == second[0]
+        and first[3] == second[3] == 0
+        and first[1] <= second[1]
+        and second[1] * second[2] <= first[1] * first[2]
     )
 
 
-def begins(one: Part, other: Part) -> bool:
+def begins(first: Part, second: Part) -> bool:
     """Return whether the first part is a prefix of the second.
 
     >>> begins((0, 2, 2, 0), (0, 2, 4, 0)), begins((0, 1, 2, 0), (0, 2, 4, 0))
     (True, False)
     """
-    return one == other or (
-        one[0] == other[0]
-        and one[1] == other[1]
-        and one[3] == other[3] == 0
-        and other[2] % one[2] == 0
+    return first == second or (
+        first[0] == second[0]
+        and first[1] == second[1]
+        and first[3] == second[3] == 0
+        and second[2] % first[2] == 0
     )
 
 
@@ -166,7 +166,7 @@ class Sharding(NamedTuple):
         return any(self.dims)
 
 
-def are_alike(one: Sharding, other: Sharding) -> bool:
+def are_alike(first: Sharding, second: Sharding) -> bool:
     """Return whether two shardings place a tensor equally, with equal contributions.
 
     >>> part = ((0, 1, 2, 0),)
@@ -175,8 +175,8 @@ def are_alike(one: Sharding, other: Sharding) -> bool:
     >>> are_alike(closed, opened), are_alike(closed, highest)
     (True, False)
     """
-    is_other_sum = bool(one.partial) and one.reduction != other.reduction
-    return one.dims == other.dims and one.partial == other.partial and not is_other_sum
+    is_other_sum = bool(first.partial) and first.reduction != second.reduction
+    return first.dims == second.dims and first.partial == second.partial and not is_other_sum
 
 
 class AxisTable:
@@ -220,11 +220,11 @@ class AxisTable:
 
     def encoded(self, spec: ShardingSpec) -> Sharding:
         """Return a sharding of the mesh in integers, without its priorities."""
-        found = self._encoded.get(spec)
-        if found is None:
+        sharding = self._encoded.get(spec)
+        if sharding is None:
             if len(self._encoded) >= MAX_CACHED:
                 self._encoded.clear()
-            found = self._encoded[spec] = Sharding(
+            sharding = self._encoded[spec] = Sharding(
                 tuple(self._encode_dim(dim) for dim in spec.dim_specs),
                 tuple(not dim.is_open for dim in spec.dim_specs),
                 tuple(map(self.part, spec.replicated_axes)),
@@ -232,10 +232,10 @@ class AxisTable:
                 spec.reduction,
                 spec.only,
             )
-        return found
+        return sharding
 
     def _encode_dim(self, dim: DimSpec) -> Parts:
-        found: list[Part] = []
+        parts: list[Part] = []
         for depth, level in enumerate(dim.levels):
             number = 0
             # A level below another shards each of its parts, even by the default rule.
@@ -243,13 +243,13 @@ class AxisTable:
                 number = self._level_numbers.setdefault((depth, level), len(self.levels))
                 if number == len(self.levels):
                     self.levels.append(level)
-            found += [self.part(axis, number) for axis in level.axes]
-        return tuple(found)
+            parts += [self.part(axis, number) for axis in level.axes]
+        return tuple(parts)
 
     def decoded(self, sharding: Sharding, priorities: tuple[int, ...] = ()) -> ShardingSpec:
         """Return the sharding of these integers."""
-        found = self._decoded.get((sharding, priorities))
-        if found is None:
+        spec = self._decoded.get((sharding, priorities))
+        if spec is None:
             if len(self._decoded) >= MAX_CACHED:
                 self._decoded.clear()
             dims = [
@@ -261,7 +261,7 @@ class AxisTable:
                     strict=True,
                 )
             ]
-            found = self._decoded[sharding, priorities] = ShardingSpec(
+            spec = self._decoded[sharding, priorities] = ShardingSpec(
                 self.mesh,
                 dims,
                 map(self.axis, sharding.replicated),
@@ -269,24 +269,24 @@ class AxisTable:
                 sharding.reduction,
                 sharding.only,
             )
-        return found
+        return spec
 
     def closed(self, sharding: Sharding) -> ShardingSpec:
         """Return the sharding of these integers, without open dimensions."""
-        found = self._closed.get(sharding)
-        if found is None:
+        spec = self._closed.get(sharding)
+        if spec is None:
             if len(self._closed) >= MAX_CACHED:
                 self._closed.clear()
             closed = sharding._replace(is_closed=(True,) * len(sharding.dims))
-            found = self._closed[sharding] = self.decoded(closed)
-        return found
+            spec = self._closed[sharding] = self.decoded(closed)
+        return spec
 
     def _decode_levels(self, parts: Parts) -> list[Level]:
         # Parts numbered 0 are the flat level, which comes first; the others are looked up whole.
         flat = [self.axis(part) for part in parts if not part[3]]
         numbers = dict.fromkeys(part[3] for part in parts if part[3])
-        own = [level for number in numbers if (level := self.levels[number]) is not None]
-        return ([Level(flat)] if flat else []) + own
+        levels = [level for number in numbers if (level := self.levels[number]) is not None]
+        return ([Level(flat)] if flat else []) + levels
 
     def whole_levels(self, parts: Parts) -> Parts:
         """Return the parts without a last level that is incomplete."""
@@ -340,31 +340,31 @@ def collected(
         closed_if_missing: whether a tensor without a sharding may not be cut.
 
     >>> dims = (((0, 1, 4, 0),),)
-    >>> found = collected(((0, 1),), (2, 4), Sharding(dims, (True,)), frozenset())
-    >>> found[0].axes, found[1].axes
+    >>> cuts = collected(((0, 1),), (2, 4), Sharding(dims, (True,)), frozenset())
+    >>> cuts[0].axes, cuts[1].axes
     (((0, 1, 2, 0),), ((0, 2, 2, 0),))
     """
-    found: FactorShardings = {}
+    cuts: FactorShardings = {}
     for dim, factors in enumerate(mapping):
         axes: Parts = () if sharding is None else sharding.dims[dim]
         is_closed = closed_if_missing if sharding is None else sharding.is_closed[dim]
         if len(factors) == 1:
             factor = factors[0]
             if factor not in carriers and any(part[3] for part in axes):
-                found[factor] = FactorSharding((), axes, is_closed)
+                cuts[factor] = FactorSharding((), axes, is_closed)
             else:
-                found[factor] = FactorSharding(axes, (), is_closed)
+                cuts[factor] = FactorSharding(axes, (), is_closed)
         elif factors:
-            _collect_compound(found, factors, sizes, axes, is_closed)
+            _collect_compound(cuts, factors, sizes, axes, is_closed)
         if sharding is not None and dim in sharding.waiting:
             for factor in factors:
-                if factor in found:
-                    found[factor].is_waiting = True
-    return found
+                if factor in cuts:
+                    cuts[factor].is_waiting = True
+    return cuts
 
 
 def _collect_compound(
-    found: FactorShardings,
+    cuts: FactorShardings,
     factors: Sequence[int],
     sizes: Sequence[int],
     axes: Parts,
@@ -373,9 +373,9 @@ def _collect_compound(
     waiting = list(axes)
     has_levels = any(part[3] for part in axes)
     has_overflow = False
-    for place, factor in enumerate(factors):
-        is_last = place == len(factors) - 1
-        cut = found[factor] = FactorSharding((), (), is_closed or has_overflow, is_last)
+    for index, factor in enumerate(factors):
+        is_last = index == len(factors) - 1
+        cut = cuts[factor] = FactorSharding((), (), is_closed or has_overflow, is_last)
         if has_overflow:
             # This factor may not be sharded, and the following ones are ignored.
             return

@@ -198,10 +198,10 @@ def _find_widest(tensors: OperatorTensors, factor: int, direction: Direction) ->
         cut = factors.get(factor)
         if cut is None or not (from_operands if number < count else from_results):
             continue
-        elements = math.prod(tensors.rule.sizes[one] for one in factors)
-        found = (_count_parts(tensors, factor, cut.axes), elements)
-        if cut.axes and found > best:
-            best, axes = found, cut.axes
+        elements = math.prod(tensors.rule.sizes[f] for f in factors)
+        candidate = (_count_parts(tensors, factor, cut.axes), elements)
+        if cut.axes and candidate > best:
+            best, axes = candidate, cut.axes
     return axes
 
 
@@ -240,18 +240,18 @@ def _find_common(old: Parts, new: Parts, can_extend: bool) -> tuple[Parts, bool]
         return old, can_extend
     shared = min(len(old), len(new))
     for place in range(shared):
-        one, other = old[place], new[place]
-        if one == other:
+        old_part, new_part = old[place], new[place]
+        if old_part == new_part:
             continue
         # `new` has only the beginning of this axis: the answer ends there if `new` goes on.
-        if begins(other, one):
+        if begins(new_part, old_part):
             if len(new) > place + 1:
-                return (*old[:place], other), False
+                return (*old[:place], new_part), False
             return old, can_extend
         # The other way round: `old` ends within an axis of `new`, which may be taken as it is.
-        if begins(one, other):
+        if begins(old_part, new_part):
             if not can_extend or len(old) > place + 1:
-                return (*old[:place], one), False
+                return (*old[:place], old_part), False
             return new, can_extend
         return old[:place], False
     if len(old) >= len(new):
@@ -263,11 +263,11 @@ def _truncate(table: AxisTable, axes: Parts, fit: Callable[[Part, int], Part | N
     """Return the axes up to the first that does not fit, or fits in part."""
     before = 1
     for place, part in enumerate(axes):
-        found = fit(part, before)
-        if found is None:
+        fitting = fit(part, before)
+        if fitting is None:
             return table.whole_levels(axes[:place])
-        if found != part:
-            return table.whole_levels((*axes[:place], found))
+        if fitting != part:
+            return table.whole_levels((*axes[:place], fitting))
         before *= part[2]
     return axes
 
@@ -279,13 +279,13 @@ def _fit_all(tensors: OperatorTensors, factor: int, axes: Parts, numbers: Sequen
     def fit(part: Part, before: int) -> Part | None:
         for number in numbers:
             factors = tensors.factors[number]
-            found = _fit_beside(factors, factor, part)
+            fitting = _fit_beside(factors, factor, part)
             cut = factors.get(factor)
-            if found is not None and cut is not None:
-                found = _fit_within(cut, tensors.replicated[number], found, before, size)
-            if found is None:
+            if fitting is not None and cut is not None:
+                fitting = _fit_within(cut, tensors.replicated[number], fitting, before, size)
+            if fitting is None:
                 return None
-            part = found
+            part = fitting
         return part
 
     return _truncate(tensors.table, axes, fit)
@@ -309,14 +309,14 @@ def _fit_one(tensors: OperatorTensors, tensor: int, factor: int, axes: Parts) ->
 
 def _fit_beside(factors: FactorShardings, factor: int, part: Part) -> Part | None:
     """Return the beginning of an axis that no other factor of the tensor uses."""
-    found: Part | None = part
+    remaining: Part | None = part
     for other, cut in factors.items():
         if other != factor and (cut.axes or cut.overflow):
-            found = without(part, cut.overflow + cut.axes)
-            if found is None:
+            remaining = without(part, cut.overflow + cut.axes)
+            if remaining is None:
                 return None
-            part = found
-    return found
+            part = remaining
+    return remaining
 
 
 def _fit_within(
@@ -396,9 +396,9 @@ def class_of(name: str, rule: OpShardingRule) -> OperatorClass:
     >>> class_of("sort", OpShardingRule.parse("([i]) -> ([i]) {i=4}")).name
     'OTHER'
     """
-    known = find_operator(name).operator_class
-    if known is not None:
-        return known
+    operator_class = find_operator(name).operator_class
+    if operator_class is not None:
+        return operator_class
     special = rule.reduction or rule.need_replication or rule.permutation or rule.blocked
     mappings = {mapping for mapping in rule.tensors if mapping}
     is_plain = all(len(dim) <= 1 for mapping in mappings for dim in mapping)
@@ -437,18 +437,18 @@ def directions(
 def _find_direction(
     kind: OperatorClass, is_shared: bool, stage: int, is_special: bool
 ) -> Direction:
-    found = Direction.NONE
+    direction = Direction.NONE
     # Each stage adds to those before it, see the table of the module.
     if stage >= 1 or not is_shared:
         if kind in (OperatorClass.ELEMENTWISE, OperatorClass.REARRANGING):
-            found |= Direction.BOTH
+            direction |= Direction.BOTH
         if kind is OperatorClass.SLICING:
-            found |= Direction.FORWARD
+            direction |= Direction.FORWARD
     is_broadcast = kind is OperatorClass.BROADCASTING
     if stage >= 2 and not is_special:
-        found |= Direction.BACKWARD if is_broadcast else Direction.BOTH
+        direction |= Direction.BACKWARD if is_broadcast else Direction.BOTH
     if stage >= 3:
-        found |= Direction.BACKWARD if is_broadcast else Direction.BOTH
+        direction |= Direction.BACKWARD if is_broadcast else Direction.BOTH
     if stage >= ANY_STAGE:
-        found |= Direction.BOTH
-    return found
+        direction |= Direction.BOTH
+    return direction

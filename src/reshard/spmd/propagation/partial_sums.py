@@ -121,8 +121,8 @@ def keep_partial(propagated: PropagatedGraph) -> PropagatedGraph:
     ...     ],
     ...     [6],
     ... )
-    >>> given = {n: spec(mesh, "k, -" if n % 2 else "-, k") for n in range(4)}
-    >>> print(explicit_reshards(keep_partial(propagate_graph(graph, given))))
+    >>> annotations = {n: spec(mesh, "k, -" if n % 2 else "-, k") for n in range(4)}
+    >>> print(explicit_reshards(keep_partial(propagate_graph(graph, annotations))))
     %6, result 0 of operation 2: reduced over k from `-, - | sum(k)` to `-, -`
     """
     if not isinstance(propagated, PropagatedGraph):
@@ -168,7 +168,7 @@ class _Waiting:
         self._find_runs()
         self._drop_stopped()
         waiting = self._choose()
-        kept = {value for number in waiting for value in self._pending_operands(number)}
+        pending_values = {value for number in waiting for value in self._pending_operands(number)}
         runs = []
         for number, both in enumerate(zip(self.placed.operands, self.placed.results, strict=True)):
             run = self.runs.get(number) if number in waiting else None
@@ -176,7 +176,7 @@ class _Waiting:
             encoded = self.table.encoded
             runs.append((tuple(map(encoded, reads)), tuple(map(encoded, makes))))
         values = tuple(
-            self.pending[number] if number in kept else spec
+            self.pending[number] if number in pending_values else spec
             for number, spec in enumerate(self.propagated.values)
         )
         return replace(self.propagated, values=values, runs=tuple(runs))
@@ -201,12 +201,12 @@ class _Waiting:
                 if spec.partial_axes and self._may_wait(value, spec):
                     self.pending[value] = spec
 
-    def _may_wait(self, value: int, made: ShardingSpec) -> bool:
-        """Return whether nothing is asked of a value, and all it needs is to be combined."""
+    def _may_wait(self, value: int, result_spec: ShardingSpec) -> bool:
+        """Return whether a value has no requested sharding and needs only to be reduced."""
         if value in self.propagated.annotated or value in self.outputs:
             return False
-        wanted = self.propagated.values[value]
-        return self.table.encoded(made).dims == self._dims(wanted, made.ndim)
+        spec = self.propagated.values[value]
+        return self.table.encoded(result_spec).dims == self._dims(spec, result_spec.ndim)
 
     def _dims(self, spec: ShardingSpec | None, ndim: int) -> tuple[Parts, ...]:
         return ((),) * ndim if spec is None else self.table.encoded(spec).dims
@@ -238,16 +238,16 @@ class _Waiting:
         reads, makes = self.placed.operands[number], self.placed.results[number]
         parts = [self.table.part(axis) for axis in axes]
         if any(
-            one.partial_axes
-            or not all(are_apart(p, q) for dim in self._dims(one, 0) for p in dim for q in parts)
-            for one in (*reads, *makes)
+            spec.partial_axes
+            or not all(are_apart(p, q) for dim in self._dims(spec, 0) for p in dim for q in parts)
+            for spec in (*reads, *makes)
         ):
             return None
         reads = tuple(
-            with_partial(one, axes, reduction) if place in places else one
-            for place, one in enumerate(reads)
+            with_partial(spec, axes, reduction) if place in places else spec
+            for place, spec in enumerate(reads)
         )
-        makes = tuple(with_partial(one, axes, reduction) for one in makes)
+        makes = tuple(with_partial(spec, axes, reduction) for spec in makes)
         # The operation is asked as when it is carried out: it is to run so, and in no other way.
         operands = self._types(operation.operands, reads)
         if not types_allow_partial(operands, self._types(operation.results, makes)):
@@ -261,10 +261,10 @@ class _Waiting:
         return _PendingRun(places, reads, makes) if is_as_asked else None
 
     def _types(self, values: Sequence[int], specs: Sequence[ShardingSpec]) -> list[ArrayType]:
-        found = [self.graph.values[value] for value in values]
+        graph_values = [self.graph.values[value] for value in values]
         return [
-            ArrayType(one.shape, dtype(one.dtype), spec)
-            for one, spec in zip(found, specs, strict=True)
+            ArrayType(value.shape, dtype(value.dtype), spec)
+            for value, spec in zip(graph_values, specs, strict=True)
         ]
 
     def _drop_stopped(self) -> None:
@@ -332,20 +332,22 @@ class _Waiting:
         chosen = largest_closure(gains, needs)
         return frozenset(number for number in self.runs if place_of[find(number)] in chosen)
 
-    def _count_bytes(self, value: int, made: ShardingSpec) -> int:
+    def _count_bytes(self, value: int, result_spec: ShardingSpec) -> int:
         """Return the bytes that each device moves to reduce the contributions of a value."""
-        wanted = self.propagated.values[value]
-        partial = self.table.encoded(made).partial
-        if wanted is not None and self.table.encoded(wanted).partial == partial:
+        spec = self.propagated.values[value]
+        partial = self.table.encoded(result_spec).partial
+        if spec is not None and self.table.encoded(spec).partial == partial:
             return 0
-        one = self.graph.values[value]
-        dims = self._dims(wanted, made.ndim)
-        cuts = [size_of(parts) for parts in self.table.encoded(made).dims]
-        own_elements = math.prod(-(-size // cut) for size, cut in zip(one.shape, cuts, strict=True))
-        own_bytes = own_elements * dtype(one.dtype).itemsize_bytes
+        tensor = self.graph.values[value]
+        dims = self._dims(spec, result_spec.ndim)
+        cuts = [size_of(parts) for parts in self.table.encoded(result_spec).dims]
+        local_elements = math.prod(
+            -(-size // cut) for size, cut in zip(tensor.shape, cuts, strict=True)
+        )
+        local_bytes = local_elements * dtype(tensor.dtype).itemsize_bytes
         is_scattered = any(not are_apart(p, q) for dim in dims for p in dim for q in partial)
         # An all-reduce is a reduce-scatter and an all-gather of its parts.
-        return own_bytes if is_scattered else 2 * own_bytes
+        return local_bytes if is_scattered else 2 * local_bytes
 
 
 def _kind(spec: ShardingSpec) -> tuple[tuple[Axis, ...], str | None]:

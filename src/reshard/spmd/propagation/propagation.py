@@ -136,15 +136,15 @@ def propagate(
     """
     merge = merge_of(strategy)
     check_type(rule, OpShardingRule, "rule", "give OpShardingRule.parse(text)", SpecError)
-    known = [*operands, *results]
-    for spec in known:
+    all_specs = [*operands, *results]
+    for spec in all_specs:
         _check_sharding(spec)
-    mesh = _find_mesh(known)
-    _check_ranks(known, rule)
+    mesh = _find_mesh(all_specs)
+    _check_ranks(all_specs, rule)
     if mesh is None:
         return tuple(operands), tuple(results)
     table = AxisTable.of(mesh)
-    shardings = [None if spec is None else table.encoded(spec) for spec in known]
+    shardings = [None if spec is None else table.encoded(spec) for spec in all_specs]
     # Without an operator's name its class follows from the rule alone.
     kind = class_of("", rule) if is_elementwise is None else OperatorClass(int(is_elementwise))
     ways = tuple(
@@ -152,9 +152,9 @@ def propagate(
     )
     state = [
         None if sharding is None else waiting(sharding, priorities_of(spec))
-        for spec, sharding in zip(known, shardings, strict=True)
+        for spec, sharding in zip(all_specs, shardings, strict=True)
     ]
-    for level in (0, *levels_of(known)):
+    for level in (0, *levels_of(all_specs)):
         if level:
             state = [
                 None
@@ -162,7 +162,7 @@ def propagate(
                 else now
                 if user is None
                 else joined(now, user, priorities_of(spec), level)
-                for now, user, spec in zip(state, shardings, known, strict=True)
+                for now, user, spec in zip(state, shardings, all_specs, strict=True)
             ]
         if max_priority is not None and level > max_priority:
             continue
@@ -171,7 +171,7 @@ def propagate(
             state[place] = new
     specs = [
         spec if new == old or new is None else table.decoded(new, priorities_of(spec))
-        for spec, old, new in zip(known, shardings, state, strict=True)
+        for spec, old, new in zip(all_specs, shardings, state, strict=True)
     ]
     return tuple(specs[: len(operands)]), tuple(specs[len(operands) :])
 
@@ -192,18 +192,18 @@ def propagate_by_rules(
     merge = merge_of(strategy)
     check_type(graph, Graph, "graph", "give Graph.parse(text), or sp.trace(f, x).graph", SpecError)
     # 1. Read and check what is given.
-    asked = _read_mapping(outputs or {}, "outputs")
+    output_specs = _read_mapping(outputs or {}, "outputs")
     annotations = _read_mapping(annotations, "annotations")
-    _check_annotations(graph, annotations, asked)
-    mesh = _find_mesh([*annotations.values(), *asked.values()])
+    _check_annotations(graph, annotations, output_specs)
+    mesh = _find_mesh([*annotations.values(), *output_specs.values()])
     nothing = (None,) * len(graph.values)
     if mesh is None:
         return PropagatedGraph(graph, None, nothing, (None,) * len(graph.outputs))
     # 2. Number the shardings. Outputs have negative places, so that values keep their numbers.
     run = _Propagation(graph, AxisTable.of(mesh), merge)
     places = {number: run.interned(spec) for number, spec in annotations.items()}
-    places |= {-1 - place: run.interned(spec) for place, spec in asked.items()}
-    specs = {**annotations, **{-1 - place: spec for place, spec in asked.items()}}
+    places |= {-1 - place: run.interned(spec) for place, spec in output_specs.items()}
+    specs = {**annotations, **{-1 - place: spec for place, spec in output_specs.items()}}
     levels = levels_of(specs.values()) if user_priorities else []
     for place, sharding in places.items():
         run.state[place] = sharding
@@ -237,9 +237,9 @@ def priorities_of(spec: ShardingSpec | None) -> tuple[int, ...]:
     return () if spec is None else tuple(dim.priority for dim in spec.dim_specs)
 
 
-def levels_of(known: Iterable[ShardingSpec | None]) -> list[int]:
+def levels_of(specs: Iterable[ShardingSpec | None]) -> list[int]:
     """Return the priorities of any dimension, but for the first, in order."""
-    return sorted({priority for spec in known for priority in priorities_of(spec) if priority})
+    return sorted({priority for spec in specs for priority in priorities_of(spec) if priority})
 
 
 def waiting(sharding: Sharding, priorities: Sequence[int]) -> Sharding:
@@ -265,8 +265,8 @@ def joined(now: Sharding, user: Sharding, priorities: Sequence[int], level: int)
     freed = {part for dim in joining for part in user.dims[dim]}
     sources = [user if dim in joining else now for dim in range(len(now.dims))]
     return now._replace(
-        dims=tuple(one.dims[dim] for dim, one in enumerate(sources)),
-        is_closed=tuple(one.is_closed[dim] for dim, one in enumerate(sources)),
+        dims=tuple(source.dims[dim] for dim, source in enumerate(sources)),
+        is_closed=tuple(source.is_closed[dim] for dim, source in enumerate(sources)),
         replicated=tuple(part for part in now.replicated if part not in freed),
         waiting=tuple(dim for dim in now.waiting if dim not in joining),
     )
@@ -307,23 +307,23 @@ def carried(
         collected(mapping, rule.sizes, sharding, carriers)
         for mapping, sharding in zip(mappings, shardings, strict=True)
     ]
-    kept: list[Parts] = [
+    excluded: list[Parts] = [
         () if sharding is None else sharding.replicated + sharding.partial for sharding in shardings
     ]
-    tensors = OperatorTensors(rule, table, factors, kept, operator.is_elementwise)
+    tensors = OperatorTensors(rule, table, factors, excluded, operator.is_elementwise)
     merge(tensors, operator.ways)
-    found: list[tuple[int, Sharding]] = []
+    changes: list[tuple[int, Sharding]] = []
     for number in sorted(tensors.changed):
         old = shardings[number]
         new = updated(mappings[number], rule.sizes, factors[number], old)
         # A tensor without a sharding stays so as long as no axis shards it.
         if new != old and (old is not None or new.is_cut):
-            found.append((number, new))
-    return tuple(found)
+            changes.append((number, new))
+    return tuple(changes)
 
 
-def _find_mesh(known: Sequence[ShardingSpec | None]) -> DeviceMesh | None:
-    meshes = list(dict.fromkeys(spec.mesh for spec in known if spec is not None))
+def _find_mesh(specs: Sequence[ShardingSpec | None]) -> DeviceMesh | None:
+    meshes = list(dict.fromkeys(spec.mesh for spec in specs if spec is not None))
     if len(meshes) > 1:
         raise SpecError(
             f"shardings over {meshes[0]!r} and over {meshes[1]!r} in one propagation; give all of "
@@ -332,10 +332,10 @@ def _find_mesh(known: Sequence[ShardingSpec | None]) -> DeviceMesh | None:
     return meshes[0] if meshes else None
 
 
-def _check_ranks(known: Known, rule: OpShardingRule) -> None:
-    if len(known) != len(rule.tensors):
-        raise SpecError(f"{len(known)} shardings for the {len(rule.tensors)} tensors of {rule}")
-    for spec, mapping in zip(known, rule.tensors, strict=True):
+def _check_ranks(specs: Known, rule: OpShardingRule) -> None:
+    if len(specs) != len(rule.tensors):
+        raise SpecError(f"{len(specs)} shardings for the {len(rule.tensors)} tensors of {rule}")
+    for spec, mapping in zip(specs, rule.tensors, strict=True):
         if spec is not None and spec.ndim != len(mapping):
             raise SpecError(
                 f"`{spec}` is for {spec.ndim} dimensions, but the tensor has {len(mapping)} in "
@@ -343,10 +343,10 @@ def _check_ranks(known: Known, rule: OpShardingRule) -> None:
             )
 
 
-def _read_mapping(given: object, name: str) -> dict[int, ShardingSpec]:
-    if not isinstance(given, Mapping):
-        raise SpecError(f"{name} {given!r} must be shardings by number; give {{0: spec, ...}}")
-    return dict(given)
+def _read_mapping(specs: object, name: str) -> dict[int, ShardingSpec]:
+    if not isinstance(specs, Mapping):
+        raise SpecError(f"{name} {specs!r} must be shardings by number; give {{0: spec, ...}}")
+    return dict(specs)
 
 
 def _check_sharding(spec: object) -> None:
@@ -406,7 +406,9 @@ class _Propagation:
         self._kinds: dict[tuple[OpShardingRule, OperatorClass, bool], int] = {}
         self._maker: dict[int, int] = {}
         self._users: list[list[int]] = [[] for _ in graph.values]
-        self._tensors = [(*one.operands, *one.results) for one in graph.operations]
+        self._tensors = [
+            (*operation.operands, *operation.results) for operation in graph.operations
+        ]
         # How often each value is used decides where an operator propagates to, see `_number_kind`.
         uses = [0] * len(graph.values)
         for number, operation in enumerate(graph.operations):
@@ -418,7 +420,7 @@ class _Propagation:
                     self._users[operand].append(number)
         for output in graph.outputs:
             uses[output] += 1
-        self._kind_of = [self._number_kind(one, uses) for one in graph.operations]
+        self._kind_of = [self._number_kind(operation, uses) for operation in graph.operations]
         self._kind_list = list(self._kinds)
         # The order in which a change puts operators on the stack of `_sweep`, from which the last
         # operator is taken first: the maker, then users from the last on.
@@ -437,20 +439,20 @@ class _Propagation:
 
     def number(self, sharding: Sharding) -> int:
         """Return the number of a sharding."""
-        found = self._numbers.setdefault(sharding, len(self.shardings))
-        if found == len(self.shardings):
+        index = self._numbers.setdefault(sharding, len(self.shardings))
+        if index == len(self.shardings):
             self.shardings.append(sharding)
-        return found
+        return index
 
     def interned(self, spec: ShardingSpec) -> int:
         """Return the number of a user's sharding."""
         return self.number(self.table.encoded(spec))
 
-    def join(self, place: int, given: int, priorities: Sequence[int], level: int) -> None:
+    def join(self, place: int, user_number: int, priorities: Sequence[int], level: int) -> None:
         """Give a value its dimensions of the priority `level`."""
         current = self.state[place]
         if current is not None:
-            now, user = self.shardings[current], self.shardings[given]
+            now, user = self.shardings[current], self.shardings[user_number]
             self.state[place] = self.number(joined(now, user, priorities, level))
 
     def settle(self, stage: int) -> None:
@@ -475,17 +477,17 @@ class _Propagation:
             Carrying(rule, directions(rule, kind, is_shared, stage), kind.is_elementwise)
             for rule, kind, is_shared in self._kind_list
         ]
-        numbers = [self._carrying.setdefault(one, len(self._carrying)) for one in carrying]
+        numbers = [self._carrying.setdefault(entry, len(self._carrying)) for entry in carrying]
         while waiting:
             current = waiting.pop()
             is_waiting[current] = False
             places = tensors[current]
             kind = self._kind_of[current]
             key = (numbers[kind], *[state[place] for place in places])
-            found = answers.get(key)
-            if found is None:
-                found = answers[key] = self._find_changes(carrying[kind], places)
-            for tensor, new in found:
+            changes = answers.get(key)
+            if changes is None:
+                changes = answers[key] = self._find_changes(carrying[kind], places)
+            for tensor, new in changes:
                 value = places[tensor]
                 state[value] = new
                 for neighbour in self._neighbours[value]:
@@ -497,14 +499,16 @@ class _Propagation:
         self, carrying: Carrying, places: Sequence[int]
     ) -> tuple[tuple[int, int], ...]:
         numbers = [self.state[place] for place in places]
-        shardings = tuple([None if one is None else self.shardings[one] for one in numbers])
-        if all(one is None for one in shardings):
+        shardings = tuple(
+            [None if number is None else self.shardings[number] for number in numbers]
+        )
+        if all(sharding is None for sharding in shardings):
             return ()
-        found = carried(carrying, self.table, shardings, self.merge)
-        return tuple([(tensor, self.number(new)) for tensor, new in found])
+        changes = carried(carrying, self.table, shardings, self.merge)
+        return tuple([(tensor, self.number(new)) for tensor, new in changes])
 
     def _meet_outputs(self) -> None:
-        """Carry between the outputs and the values they are of, as an identity would."""
+        """Propagate between the outputs and their values, as through an identity."""
         for position, value in enumerate(self.graph.outputs):
             ndim = len(self.graph.values[value].shape)
             if not ndim:
@@ -521,8 +525,8 @@ class _Propagation:
             None if number is None else self.table.decoded(self.shardings[number])
             for number in (self.state[place] for place in range(len(self.graph.values)))
         ]
-        asked = [
+        outputs = [
             None if number is None else self.table.decoded(self.shardings[number])
             for number in (self.state[-1 - place] for place in range(len(self.graph.outputs)))
         ]
-        return PropagatedGraph(self.graph, self.table.mesh, tuple(decoded), tuple(asked))
+        return PropagatedGraph(self.graph, self.table.mesh, tuple(decoded), tuple(outputs))

@@ -79,40 +79,40 @@ def common_axes(
         sizes: elements of each tensor.
         mesh: whose axes they are cut along.
     """
-    found = _find_agreed(rule, factors)
-    if found is not None:
-        return found
+    chosen = _find_agreed(rule, factors)
+    if chosen is not None:
+        return chosen
     # Scalars have nothing to cut.
     arrays = [number for number, mapping in enumerate(rule.tensors) if mapping]
     has_compound = any(len(dim) > 1 for mapping in rule.tensors for dim in mapping)
     if len(arrays) == 2 and not rule.need_replication and not has_compound:
         return _follow_one(rule, factors, sizes, arrays, AxisTable.of(mesh))
-    found = _Vote(rule, factors, sizes, mesh).axes()
+    chosen = _Vote(rule, factors, sizes, mesh).axes()
     # The vote may have cut these as well; their axes go elsewhere, or are unused.
     for factor in rule.need_replication:
-        axes, found[factor] = found[factor], ()
+        axes, chosen[factor] = chosen[factor], ()
         if axes and _is_everywhere(rule, factor):
-            _distribute(rule, axes, found)
-    return found
+            _distribute(rule, axes, chosen)
+    return chosen
 
 
 def _find_agreed(rule: OpShardingRule, factors: Sequence[FactorShardings]) -> Axes | None:
     """Return the axes of each factor, or None if tensors disagree."""
-    found: list[Parts | None] = [None] * len(rule.sizes)
+    agreed: list[Parts | None] = [None] * len(rule.sizes)
     used: Parts = ()
     for tensor in factors:
         for factor, cut in tensor.items():
             if factor in rule.need_replication and cut.axes:
                 return None
-            known = found[factor]
-            if known is None:
+            earlier = agreed[factor]
+            if earlier is None:
                 if not all(are_apart(a, b) for a in cut.axes for b in used):
                     return None
-                found[factor] = cut.axes
+                agreed[factor] = cut.axes
                 used += cut.axes
-            elif known != cut.axes:
+            elif earlier != cut.axes:
                 return None
-    return [axes or () for axes in found]
+    return [axes or () for axes in agreed]
 
 
 def _follow_one(
@@ -136,23 +136,23 @@ def _follow_one(
     # Of equals the first tensor is followed.
     if preference(first) < preference(second):
         first, second = second, first
-    found: Axes = [()] * len(rule.sizes)
+    chosen: Axes = [()] * len(rule.sizes)
     used: Parts = ()
     for factor, cut in factors[first].items():
-        found[factor] = cut.axes
+        chosen[factor] = cut.axes
         used += cut.axes
     for factor, cut in factors[second].items():
         if factor not in factors[first]:
-            found[factor] = _shorten(cut.axes, used, table)
-    return found
+            chosen[factor] = _shorten(cut.axes, used, table)
+    return chosen
 
 
 def _shorten(axes: Parts, used: Parts, table: AxisTable) -> Parts:
     """Return the longest beginning of `axes` that is apart from `used`; of whole levels."""
     for place, part in enumerate(axes):
-        found = without(part, used)
-        if found != part:
-            left = axes[:place] if found is None else (*axes[:place], found)
+        prefix = without(part, used)
+        if prefix != part:
+            left = axes[:place] if prefix is None else (*axes[:place], prefix)
             return table.whole_levels(left)
     return axes
 
@@ -162,7 +162,7 @@ def _is_everywhere(rule: OpShardingRule, factor: int) -> bool:
     return all(any(factor in dim for dim in mapping) for mapping in rule.tensors if mapping)
 
 
-def _distribute(rule: OpShardingRule, axes: Parts, found: Axes) -> None:
+def _distribute(rule: OpShardingRule, axes: Parts, chosen: Axes) -> None:
     """Shard factors that all tensors have along free axes that divide them."""
     special = {*rule.reduction, *rule.need_replication, *rule.permutation}
     # A level with a rule of its own stays where it is, and nothing cuts its parts further here.
@@ -170,15 +170,15 @@ def _distribute(rule: OpShardingRule, axes: Parts, found: Axes) -> None:
     for factor, size in enumerate(rule.sizes):
         if factor in special or not size or not _is_everywhere(rule, factor):
             continue
-        if any(part[3] for part in found[factor]):
+        if any(part[3] for part in chosen[factor]):
             continue
-        shards = size_of(found[factor])
+        shards = size_of(chosen[factor])
         if size % shards:
             continue
         room = size // shards
         while waiting and room % waiting[0][2] == 0:
             room //= waiting[0][2]
-            found[factor] = joined(found[factor], waiting.pop(0))
+            chosen[factor] = joined(chosen[factor], waiting.pop(0))
 
 
 @dataclass(slots=True)
@@ -234,47 +234,58 @@ class _Vote:
 
     def axes(self) -> Axes:
         """Return the axes that cut each factor."""
-        found: Axes = [()] * len(self.rule.sizes)
+        chosen: Axes = [()] * len(self.rule.sizes)
         while True:
-            valid = [one for one in self.candidates if not self.needs.get(one.factor)]
+            valid = [
+                candidate for candidate in self.candidates if not self.needs.get(candidate.factor)
+            ]
             if not valid:
-                return found
+                return chosen
             best = max(valid, key=self._key)
             factor, axes = best.factor, best.axes
-            found[factor] = axes
+            chosen[factor] = axes
             if size_of(axes) == self.rule.sizes[factor]:
                 for needed in self.needs.values():
                     needed.discard(factor)
-            self.candidates = [one for one in self.candidates if self._remains(one, best, found)]
+            self.candidates = [
+                candidate for candidate in self.candidates if self._remains(candidate, best, chosen)
+            ]
 
-    def _remains(self, one: _Candidate, best: _Candidate, found: Axes) -> bool:
-        if one.factor == best.factor:
+    def _remains(self, candidate: _Candidate, best: _Candidate, chosen: Axes) -> bool:
+        if candidate.factor == best.factor:
             # A longer cut of the same factor remains, counted by what it adds.
-            one.shards = size_of(one.axes) // size_of(best.axes)
-            return one is not best and begins_strictly(best.axes, one.axes)
-        axes = _shorten(one.axes, best.axes, self.table)
-        one.shards = size_of(axes)
-        if axes != one.axes:
-            one.axes = axes
-            one.shards //= size_of(found[one.factor])
-            return axes != found[one.factor]
+            candidate.shards = size_of(candidate.axes) // size_of(best.axes)
+            return candidate is not best and begins_strictly(best.axes, candidate.axes)
+        axes = _shorten(candidate.axes, best.axes, self.table)
+        candidate.shards = size_of(axes)
+        if axes != candidate.axes:
+            candidate.axes = axes
+            candidate.shards //= size_of(chosen[candidate.factor])
+            return axes != chosen[candidate.factor]
         return True
 
-    def _key(self, one: _Candidate) -> tuple[object, ...]:
+    def _key(self, candidate: _Candidate) -> tuple[object, ...]:
         kind = 3
-        if one.factor in self.rule.reduction:
+        if candidate.factor in self.rule.reduction:
             kind = 2
-        elif one.factor in self.rule.permutation:
+        elif candidate.factor in self.rule.permutation:
             kind = 1
-        elif one.factor in self.rule.need_replication:
+        elif candidate.factor in self.rule.need_replication:
             kind = 0
         # The largest key goes first. Names decide last, so that an answer does not depend on the
         # places of axes in the mesh.
         names = tuple(
             (self.rank[part[0]], part[2] != self.full[part[0]], part[1], part[2])
-            for part in one.axes
+            for part in candidate.axes
         )
-        return (one.elements, kind, one.shards, one.factor, len(one.axes), names)
+        return (
+            candidate.elements,
+            kind,
+            candidate.shards,
+            candidate.factor,
+            len(candidate.axes),
+            names,
+        )
 
 
 Side = Literal["operand", "result", "output"]
@@ -346,8 +357,8 @@ def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
     ...     [("matmul", [0, 1], "([i, k], [k, j]) -> ([i, j]) {i=8, j=8, k=8} reduction={k}")],
     ...     [2],
     ... )
-    >>> given = {0: spec(mesh, "-, y"), 1: spec(mesh, "y, -"), 2: spec(mesh, "x, -")}
-    >>> print(explicit_reshards(propagate_graph(graph, given)))
+    >>> annotations = {0: spec(mesh, "-, y"), 1: spec(mesh, "y, -"), 2: spec(mesh, "x, -")}
+    >>> print(explicit_reshards(propagate_graph(graph, annotations)))
     %0, operand 0 of operation 0: resharded from `-, y` to `x, y`
     %2, result 0 of operation 0: reduced over y from `x, - | sum(y)` to `x, -`
     """
@@ -404,14 +415,14 @@ class _Placing:
         """Choose the shardings of an operation, and append its movements."""
         rule = operation.rule
         # 1. Contributions that pass through, and the other axes of each factor.
-        wanted = self.state[operation.results[0]].partial if operation.results else ()
-        kept = self._keep_partial(operation, wanted)
-        shardings = self._add_partial(operation, kept)
+        result_partial = self.state[operation.results[0]].partial if operation.results else ()
+        passed = self._keep_partial(operation, result_partial)
+        shardings = self._add_partial(operation, passed)
         chosen = self._choose(operation, shardings)
-        if not all(are_apart(part, other) for axes in chosen for part in axes for other in kept):
+        if not all(are_apart(part, other) for axes in chosen for part in axes for other in passed):
             # Axes with contributions are needed to cut: the contributions are combined first.
-            kept = ()
-            shardings = self._add_partial(operation, kept)
+            passed = ()
+            shardings = self._add_partial(operation, passed)
             chosen = self._choose(operation, shardings)
         # 2. The shardings of all tensors under those cuts, and the axes along which results are
         # partial.
@@ -432,35 +443,37 @@ class _Placing:
         count = len(operation.operands)
         for position, value in enumerate(operation.operands):
             at: Place = (number, "operand", position)
-            less = self._find_reduced(value, at, self.state[value], kept)
+            less = self._find_reduced(value, at, self.state[value], passed)
             if less.dims != cut[position].dims:
                 self.move(value, at, less, cut[position])
         # 4. Results: the same, from what the operation makes to what the value is to be. They
         # combine like the contributions that it passes on, or by the rule.
-        carried = [self.state[value] for value in operation.operands] if kept else []
-        reductions = [one.reduction for one in carried if one.partial and one.reduction]
+        carried = [self.state[value] for value in operation.operands] if passed else []
+        reductions = [
+            sharding.reduction for sharding in carried if sharding.partial and sharding.reduction
+        ]
         reduction = reductions[0] if reductions else rule.reduction_operator
-        made = []
+        result_specs = []
         for position, value in enumerate(operation.results):
             target = self.state[value]
             reduced = rule.contributed[position]
-            contributed = ordered((*kept, *(part for f in reduced for part in chosen[f])))
-            found = cut[count + position]._replace(
+            contributed = ordered((*passed, *(part for f in reduced for part in chosen[f])))
+            computed = cut[count + position]._replace(
                 partial=contributed,
                 reduction=reduction if contributed else None,
             )
-            made.append(self.spec(found))
+            result_specs.append(self.spec(computed))
             at = (number, "result", position)
-            less = self._find_reduced(value, at, found, _find_staying(found, target))
+            less = self._find_reduced(value, at, computed, _find_staying(computed, target))
             if not are_alike(less, target):
                 self.move(value, at, less, target)
         self.operands.append(tuple(map(self.spec, cut[:count])))
-        self.results.append(tuple(made))
+        self.results.append(tuple(result_specs))
 
-    def _add_partial(self, operation: Operation, kept: Parts) -> list[Sharding]:
+    def _add_partial(self, operation: Operation, passed: Parts) -> list[Sharding]:
         """Return the shardings of an operation's tensors, its operands' contributions combined."""
         operands = [
-            _subtract(self.state[value], difference(self.state[value].partial, kept))
+            _subtract(self.state[value], difference(self.state[value].partial, passed))
             for value in operation.operands
         ]
         # The contributions of a result follow from how the operation runs.
@@ -510,14 +523,14 @@ class _Placing:
             combined = difference(source.partial, _find_staying(source, target))
             self.move(value, place, source, target, combined)
 
-    def _keep_partial(self, operation: Operation, wanted: Parts) -> Parts:
+    def _keep_partial(self, operation: Operation, requested: Parts) -> Parts:
         """Return the partial axes that operands keep, because the operator passes them on.
 
-        The result asks for them, and the operands that have them are such a set as the operator
-        may be applied to contribution by contribution.
+        The result requests them, and the operator may be applied to contributions of just the
+        operands that have them.
         """
-        known = operators.get(operation.operator)
-        if not wanted or known is None:
+        operator = operators.get(operation.operator)
+        if not requested or operator is None:
             return ()
         partial = [self.state[value].partial for value in operation.operands]
         having = tuple(position for position, axes in enumerate(partial) if axes)
@@ -528,11 +541,11 @@ class _Placing:
             return ()
         # The operands that may have contributions together: (0, 1) of subtract, (0,) or (1,) of
         # multiply.
-        sets = known.partial_operands(
+        sets = operator.partial_operands(
             len(partial), reductions.pop() or "sum", **operation.attributes
         )
         # The intersection: wanted without the parts that the operands lack.
-        both = difference(wanted, difference(wanted, partial[having[0]]))
+        both = difference(requested, difference(requested, partial[having[0]]))
         return both if having in sets else ()
 
     def deliver(self) -> None:
@@ -565,10 +578,10 @@ def ordered(parts: Sequence[Part]) -> Parts:
     >>> ordered([(1, 1, 2, 0), (0, 2, 2, 0), (0, 1, 2, 0)])
     ((0, 1, 4, 0), (1, 1, 2, 0))
     """
-    found: Parts = ()
+    merged: Parts = ()
     for part in sorted(parts):
-        found = joined(found, part)
-    return found
+        merged = joined(merged, part)
+    return merged
 
 
 def difference(parts: Parts, other: Parts) -> Parts:
@@ -580,20 +593,20 @@ def difference(parts: Parts, other: Parts) -> Parts:
     if not other:
         return ordered(parts)
     left = list(parts)
-    for taken in other:
-        kept: list[Part] = []
+    for removed in other:
+        remaining: list[Part] = []
         for axis, pre, size, level in left:
             # An axis part covers the strides from `pre` to `pre * size`; what is left of it lies
             # before `low` or after `high`.
-            low, high = max(pre, taken[1]), min(pre * size, taken[1] * taken[2])
-            if (axis, pre, size) == taken[:3]:  # An axis of size 1, too, which lacks strides.
+            low, high = max(pre, removed[1]), min(pre * size, removed[1] * removed[2])
+            if (axis, pre, size) == removed[:3]:  # An axis of size 1, too, which lacks strides.
                 continue
-            if axis != taken[0] or low >= high:
-                kept.append((axis, pre, size, level))
+            if axis != removed[0] or low >= high:
+                remaining.append((axis, pre, size, level))
                 continue
             if pre < low:
-                kept.append((axis, pre, low // pre, 0))
+                remaining.append((axis, pre, low // pre, 0))
             if high < pre * size:
-                kept.append((axis, high, pre * size // high, 0))
-        left = kept
+                remaining.append((axis, high, pre * size // high, 0))
+        left = remaining
     return ordered(left)

@@ -115,20 +115,24 @@ def place_parts(graph: Graph, place: Place) -> Graph:
     if len(graph.meshes) == 1:
         return graph.with_shardings(*place(graph, graph.meshes[0]))
     values: list[Spec] = [None] * len(graph.values)
-    reads: list[tuple[Spec, ...]] = [(None,) * len(one.operands) for one in graph.operations]
+    reads: list[tuple[Spec, ...]] = [
+        (None,) * len(operation.operands) for operation in graph.operations
+    ]
     for operation in graph.operations:
         if operation.target is not None:
             values[operation.results[0]] = operation.target
     mesh_of = _find_meshes(graph)
     for part in mesh_parts(graph):
-        found, wanted = place(part.graph, part.mesh)
-        whole = {n for n, number in enumerate(part.numbers) if mesh_of[number] is None}
+        part_values, part_reads = place(part.graph, part.mesh)
+        without_mesh = {n for n, number in enumerate(part.numbers) if mesh_of[number] is None}
         for n, number in enumerate(part.numbers):
-            if n not in whole:
-                values[number] = found[n]
-        for at, operation, specs in zip(part.places, part.graph.operations, wanted, strict=True):
+            if n not in without_mesh:
+                values[number] = part_values[n]
+        for at, operation, specs in zip(
+            part.places, part.graph.operations, part_reads, strict=True
+        ):
             reads[at] = tuple(
-                found[n] if spec is None and n in whole else spec
+                part_values[n] if spec is None and n in without_mesh else spec
                 for n, spec in zip(operation.operands, specs, strict=True)
             )
     return graph.with_shardings(values, reads)
@@ -140,9 +144,12 @@ def mesh_parts(graph: Graph) -> list[MeshPart]:
     # An operation that crosses to another mesh belongs to neither: its operand is an output of one
     # part, its result an input of another.
     crosses = [
-        one.body is not None
-        or (one.target is not None and mesh_of[one.operands[0]] not in (None, one.target.mesh))
-        for one in graph.operations
+        operation.body is not None
+        or (
+            operation.target is not None
+            and mesh_of[operation.operands[0]] not in (None, operation.target.mesh)
+        )
+        for operation in graph.operations
     ]
     parts = (_make_part(graph, mesh, mesh_of, crosses) for mesh in graph.meshes)
     # A mesh that only the body of a loop or branch uses has nothing to place.
@@ -155,14 +162,18 @@ def _find_meshes(graph: Graph) -> list[DeviceMesh | None]:
     for number in graph.inputs:
         spec = graph.values[number].sharding
         mesh_of[number] = None if spec is None else spec.mesh
-    for one in graph.operations:
+    for operation in graph.operations:
         # Two meshes in an operator are refused when it is recorded.
-        mesh = next((mesh_of[n] for n in one.operands if mesh_of[n] is not None), None)
-        if one.target is not None:
-            mesh = one.target.mesh
-        meshes = (mesh,) * len(one.results) if one.body is None else one.body.result_meshes
-        for number, own in zip(one.results, meshes, strict=True):
-            mesh_of[number] = own
+        mesh = next((mesh_of[n] for n in operation.operands if mesh_of[n] is not None), None)
+        if operation.target is not None:
+            mesh = operation.target.mesh
+        meshes = (
+            (mesh,) * len(operation.results)
+            if operation.body is None
+            else operation.body.result_meshes
+        )
+        for number, value_mesh in zip(operation.results, meshes, strict=True):
+            mesh_of[number] = value_mesh
     return mesh_of
 
 
@@ -172,21 +183,28 @@ def _make_part(
     mesh_of: Sequence[DeviceMesh | None],
     crosses: Sequence[bool],
 ) -> MeshPart:
-    own = [
-        (place, one)
-        for place, one in enumerate(graph.operations)
-        if mesh_of[one.results[0]] is mesh and not crosses[place]
+    part_operations = [
+        (place, operation)
+        for place, operation in enumerate(graph.operations)
+        if mesh_of[operation.results[0]] is mesh and not crosses[place]
     ]
-    made = {number for _, one in own for number in one.results}
-    read = {number for _, one in own for number in one.operands}
-    inputs = sorted((read - made) | {n for n in graph.inputs if mesh_of[n] is mesh})
-    left = {n for place, one in enumerate(graph.operations) if crosses[place] for n in one.operands}
-    outputs = [n for n in (*graph.outputs, *sorted(left)) if n in made or n in inputs]
-    numbers = tuple(sorted({*inputs, *made}))
+    computed = {number for _, operation in part_operations for number in operation.results}
+    read = {number for _, operation in part_operations for number in operation.operands}
+    inputs = sorted((read - computed) | {n for n in graph.inputs if mesh_of[n] is mesh})
+    crossing = {
+        n
+        for place, operation in enumerate(graph.operations)
+        if crosses[place]
+        for n in operation.operands
+    }
+    outputs = [n for n in (*graph.outputs, *sorted(crossing)) if n in computed or n in inputs]
+    numbers = tuple(sorted({*inputs, *computed}))
     requested = graph.requested
-    part = graph.selected(inputs, [one for _, one in own], list(dict.fromkeys(outputs)))
+    part = graph.selected(
+        inputs, [operation for _, operation in part_operations], list(dict.fromkeys(outputs))
+    )
     part = part.with_shardings([requested.get(number) for number in numbers])
-    return MeshPart(mesh, part, numbers, tuple(place for place, _ in own))
+    return MeshPart(mesh, part, numbers, tuple(place for place, _ in part_operations))
 
 
 def assign_shardings(
@@ -206,22 +224,22 @@ def assign_shardings(
 
     def place(part: Graph, mesh: DeviceMesh) -> Shardings:
         if strategy == "cost":
-            found = propagate_by_cost(part, part.requested, machine=machine)
+            propagated = propagate_by_cost(part, part.requested, machine=machine)
         else:
-            found = keep_partial(propagate_graph(part, part.requested, strategy=strategy))
-        return shardings_from(found, mesh)
+            propagated = keep_partial(propagate_graph(part, part.requested, strategy=strategy))
+        return shardings_from(propagated, mesh)
 
     return place_parts(graph, place)
 
 
-def shardings_from(found: PropagatedGraph, mesh: DeviceMesh) -> Shardings:
+def shardings_from(propagated: PropagatedGraph, mesh: DeviceMesh) -> Shardings:
     """Return the shardings of a propagated graph; values that were not reached are replicated."""
     values = tuple(
         replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
-        for value, spec in zip(found.graph.values, found.values, strict=True)
+        for value, spec in zip(propagated.graph.values, propagated.values, strict=True)
     )
-    if found.runs is None:
+    if propagated.runs is None:
         # Without any sharding nothing was propagated, and operations decide.
-        return values, ((),) * len(found.graph.operations)
+        return values, ((),) * len(propagated.graph.operations)
     close = AxisTable.of(mesh).closed
-    return values, tuple([tuple(map(close, reads)) for reads, _ in found.runs])
+    return values, tuple([tuple(map(close, reads)) for reads, _ in propagated.runs])

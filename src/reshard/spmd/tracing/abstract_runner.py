@@ -97,9 +97,11 @@ class AbstractRunner(Runner):
                 f'not known before it runs; give it one with @reshard.spmd.rule("{work.name}")'
             )
         # Options change how the work is done, not what shape comes out: rules do not take them.
-        asked = {k: value for k, value in work.attributes.items() if k not in work.options}
-        shapes = [() if one is None else one.shape for one in work.operands]
-        result_shapes = operator.result_shapes(shapes, **asked)
+        rule_attributes = {
+            k: value for k, value in work.attributes.items() if k not in work.options
+        }
+        shapes = [() if kind is None else kind.shape for kind in work.operands]
+        result_shapes = operator.result_shapes(shapes, **rule_attributes)
         specs: Sequence[ShardingSpec | None] = work.result_specs or (None,) * len(result_shapes)
 
         few = replace(work, library=self._computing)

@@ -16,14 +16,14 @@ from reshard.spmd.tracing.table import reason_of
 
 
 def trace_document(trace: TraceRecord) -> str:
-    """Return the document.
+    """Return a trace as a JSON document.
 
     >>> import json
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.spmd import abstract, trace
     >>> x = abstract((4, 4), "float32", spec(DeviceMesh.of(x=2), "-, x"))
-    >>> found = json.loads(trace_document(trace(lambda x: x @ x, x)))
-    >>> found["operations"][0]["before"][0]["steps"], found["moved_bytes"]
+    >>> document = json.loads(trace_document(trace(lambda x: x @ x, x)))
+    >>> document["operations"][0]["before"][0]["steps"], document["moved_bytes"]
     (['all-gather(x)'], 64)
     """
     # Most programs have a single mesh.
@@ -34,12 +34,12 @@ def trace_document(trace: TraceRecord) -> str:
     document = {
         "strategy": trace.strategy,
         "mesh": axes,
-        "meshes": [_write_mesh(one) for one in trace.meshes],
+        "meshes": [_write_mesh(mesh) for mesh in trace.meshes],
         "ranks": list(trace.ranks),
         "inputs": [
             {"value": number, "name": name, **_write_array(kind)} for number, name, kind in inputs
         ],
-        "operations": [_write_operation(one, is_timed) for one in trace.operations],
+        "operations": [_write_operation(traced, is_timed) for traced in trace.operations],
         "outputs": list(trace.graph.outputs),
         "moved_bytes": trace.moved_bytes,
         "peak_bytes": list(trace.peak_bytes.values()),
@@ -63,41 +63,41 @@ def _write_array(kind: ArrayType | None) -> dict[str, Any]:
     return {"dtype": kind.dtype.name, "shape": list(kind.shape), "sharding": sharding}
 
 
-def _write_operation(one: TracedOperation, is_timed: bool) -> dict[str, Any]:
-    results = zip(one.operation.results, one.results, strict=True)
+def _write_operation(traced: TracedOperation, is_timed: bool) -> dict[str, Any]:
+    results = zip(traced.operation.results, traced.results, strict=True)
     return {
-        "operator": one.operation.operator,
+        "operator": traced.operation.operator,
         "attributes": {
-            name: _as_plain(value) for name, value in one.operation.text_attributes.items()
+            name: _as_plain(value) for name, value in traced.operation.text_attributes.items()
         },
-        "operands": list(one.operation.operands),
-        "runs_with": [None if spec is None else str(spec) for spec in one.runs_with],
+        "operands": list(traced.operation.operands),
+        "runs_with": [None if spec is None else str(spec) for spec in traced.runs_with],
         "results": [{"value": number, **_write_array(kind)} for number, kind in results],
-        "before": [_write_reshard(one, reshard) for reshard in one.before],
-        "reused": [{"value": x.value, "target": str(x.target)} for x in one.reused],
-        "after": [_write_reshard(one, reshard) for reshard in one.after],
-        "live_bytes": list(one.live_bytes),
-        "compute_s": list(one.compute_s) or None,
-        "inserted_s": one.inserted_s if is_timed else None,
-        "seconds_s": one.seconds_s if is_timed else None,
+        "before": [_write_reshard(traced, reshard) for reshard in traced.before],
+        "reused": [{"value": x.value, "target": str(x.target)} for x in traced.reused],
+        "after": [_write_reshard(traced, reshard) for reshard in traced.after],
+        "live_bytes": list(traced.live_bytes),
+        "compute_s": list(traced.compute_s) or None,
+        "inserted_s": traced.inserted_s if is_timed else None,
+        "seconds_s": traced.seconds_s if is_timed else None,
     }
 
 
 def _as_plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _as_plain(one) for name, one in value.items()}
+        return {name: _as_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_plain(one) for one in value]
+        return [_as_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _write_reshard(one: TracedOperation, reshard: InsertedReshard) -> dict[str, Any]:
+def _write_reshard(traced: TracedOperation, reshard: InsertedReshard) -> dict[str, Any]:
     return {
         "value": reshard.value,
         "source": str(reshard.program.source),
         "target": str(reshard.target),
         "steps": [str(step) for step in reshard.program.steps],
-        "reason": reason_of(one, reshard),
+        "reason": reason_of(traced, reshard),
         "moved_bytes": reshard.moved_bytes,
         "seconds_s": None if reshard.estimate is None else reshard.seconds_s,
     }

@@ -145,17 +145,17 @@ class TracedOperation:
     @property
     def moved_elements(self) -> int:
         """Elements that ranks receive from others, summed over ranks."""
-        return sum(one.moved_elements for one in self.reshards)
+        return sum(reshard.moved_elements for reshard in self.reshards)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that ranks receive from others, summed over ranks."""
-        return self.within.moved_bytes + sum(one.moved_bytes for one in self.reshards)
+        return self.within.moved_bytes + sum(reshard.moved_bytes for reshard in self.reshards)
 
     @property
     def inserted_s(self) -> float:
         """The time of the inserted reshards; 0 without a topology."""
-        return sum(one.seconds_s for one in self.reshards)
+        return sum(reshard.seconds_s for reshard in self.reshards)
 
     @property
     def busiest_s(self) -> float:
@@ -185,35 +185,35 @@ def estimate_compute(
         device: of each rank.
     """
     return tuple(
-        replace(one, compute_s=_estimate_seconds(one, ranks, device)) for one in operations
+        replace(traced, compute_s=_estimate_seconds(traced, ranks, device)) for traced in operations
     )
 
 
-def _estimate_seconds(one: TracedOperation, ranks: Ranks, device: Device) -> tuple[float, ...]:
-    if one.operation.operator == WITH_SHARDING:
+def _estimate_seconds(traced: TracedOperation, ranks: Ranks, device: Device) -> tuple[float, ...]:
+    if traced.operation.operator == WITH_SHARDING:
         return (0.0,) * len(ranks)
     read = [
         None if kind is None else kind.with_spec(spec)
-        for kind, spec in zip(one.operands, one.runs_with, strict=True)
+        for kind, spec in zip(traced.operands, traced.runs_with, strict=True)
     ]
-    kinds = (*read, *one.computed)
+    kinds = (*read, *traced.computed)
     shapes = [((),) * len(ranks) if kind is None else shapes_of(kind, ranks) for kind in kinds]
     widths = [0 if kind is None else kind.dtype.itemsize_bytes for kind in kinds]
-    given = tuple(kind.dtype for kind in read if kind is not None and kind.ndim)
-    dtypes = given or tuple(kind.dtype for kind in one.computed)
-    name, rule, count = one.operation.operator, one.operation.rule, len(one.operands)
+    array_dtypes = tuple(kind.dtype for kind in read if kind is not None and kind.ndim)
+    dtypes = array_dtypes or tuple(kind.dtype for kind in traced.computed)
+    name, rule, count = traced.operation.operator, traced.operation.rule, len(traced.operands)
     # Most ranks have shards of the same shapes: each set of shapes is estimated once.
-    found: dict[tuple[Shape, ...], float] = {}
+    seconds: dict[tuple[Shape, ...], float] = {}
     for here in zip(*shapes, strict=True):
-        if here not in found:
+        if here not in seconds:
             sizes_bytes = [math.prod(s) * width for s, width in zip(here, widths, strict=True)]
             moved = moved_bytes(name, sizes_bytes[:count], sizes_bytes[count:])
             sizes = local_sizes(rule, here)
-            operations = operations_of(name, rule, sizes, one.operation.attributes)
-            found[here] = least_s(device, operations, moved, dtypes)
-    mesh = None if one.results[0].spec is None else one.results[0].spec.mesh
+            operations = operations_of(name, rule, sizes, traced.operation.attributes)
+            seconds[here] = least_s(device, operations, moved, dtypes)
+    mesh = None if traced.results[0].spec is None else traced.results[0].spec.mesh
     return tuple(
-        found[here] if mesh is None or rank in mesh.devices else 0.0
+        seconds[here] if mesh is None or rank in mesh.devices else 0.0
         for rank, here in zip(ranks, zip(*shapes, strict=True), strict=True)
     )
 
@@ -228,7 +228,7 @@ def local_sizes(rule: OpShardingRule, shapes: Sequence[Shape]) -> tuple[int, ...
     >>> local_sizes(rule, [(6,), (6, 8), (2, 3, 8)])
     (2, 3, 8)
     """
-    found = list(rule.sizes)
+    sizes = list(rule.sizes)
     for mapping, shape in zip(rule.tensors, shapes, strict=True):
         for dim, length in zip(mapping, shape, strict=True):
             left = length
@@ -236,9 +236,9 @@ def local_sizes(rule: OpShardingRule, shapes: Sequence[Shape]) -> tuple[int, ...
             # rest.
             for factor in reversed(dim):
                 here = min(rule.sizes[factor], left)
-                found[factor] = min(found[factor], here)
+                sizes[factor] = min(sizes[factor], here)
                 left = -(-left // here) if here else 0
-    return tuple(found)
+    return tuple(sizes)
 
 
 @lru_cache(maxsize=4096)
@@ -289,28 +289,30 @@ def count_memory(
     frees = graph.last_uses()
     # Donated inputs are freed after the last operation that reads them, unless they are returned.
     freed = {*donated} - {*graph.outputs}
-    reads = ((n, place) for place, one in enumerate(graph.operations) for n in one.operands)
+    reads = (
+        (n, place) for place, operation in enumerate(graph.operations) for n in operation.operands
+    )
     for number, place in dict(read for read in reads if read[0] in freed).items():
         frees[place].append(number)
     memory = _LiveMemory(operations, ranks)
     for number, kind in zip(graph.inputs, inputs, strict=True):
         if kind is not None:
             memory.hold(number, count_held(kind, ranks))
-    found = []
-    for place, one in enumerate(operations):
-        meanwhile, after = _count_around(one, ranks)
+    counted = []
+    for place, traced in enumerate(operations):
+        meanwhile, after = _count_around(traced, ranks)
         live = memory.live_bytes
-        found.append(
+        counted.append(
             replace(
-                one,
+                traced,
                 live_bytes=tuple((live + meanwhile).tolist()),
                 held_bytes=tuple(live.tolist()),
             )
         )
-        memory.carry_out(place, one, after)
+        memory.carry_out(place, traced, after)
         for value in frees[place]:
             memory.free(value)
-    return tuple(found)
+    return tuple(counted)
 
 
 Kept = tuple[int, ArrayType | None, ShardingSpec]
@@ -333,14 +335,17 @@ class _LiveMemory:
         self._of: dict[int | Kept, int] = {}
         # Values that are the same array as an earlier value.
         self._same: dict[int, int] = {}
-        for one in operations:
-            if one.operation.operator == WITH_SHARDING and one.operands[0] is one.results[0]:
-                (operand,), (result,) = one.operation.operands, one.operation.results
+        for traced in operations:
+            if (
+                traced.operation.operator == WITH_SHARDING
+                and traced.operands[0] is traced.results[0]
+            ):
+                (operand,), (result,) = traced.operation.operands, traced.operation.results
                 self._same[result] = self._same.get(operand, operand)
         self._last = {
             self._find_kept(moved, moved.value): place
-            for place, one in enumerate(operations)
-            for moved in one.reused
+            for place, traced in enumerate(operations)
+            for moved in traced.reused
         }
         self._ends: dict[int, list[Kept]] = {}
         for kept, place in self._last.items():
@@ -360,28 +365,30 @@ class _LiveMemory:
         if not self._holders[memory]:
             self.live_bytes = self.live_bytes - self._sizes[memory]
 
-    def carry_out(self, place: int, one: TracedOperation, after: Sequence[IntArray]) -> None:
+    def carry_out(self, place: int, traced: TracedOperation, after: Sequence[IntArray]) -> None:
         """Add the results of an operation, and moved operands that are read again."""
-        lays_out = one.operation.operator == WITH_SHARDING
-        moved = list(one.reshards if lays_out else one.before)
-        for each in moved:
-            kept = self._find_kept(each, one.operation.operands[0] if lays_out else each.value)
+        lays_out = traced.operation.operator == WITH_SHARDING
+        moved = list(traced.reshards if lays_out else traced.before)
+        for reshard in moved:
+            kept = self._find_kept(
+                reshard, traced.operation.operands[0] if lays_out else reshard.value
+            )
             if self._last.get(kept, place) > place:
-                self.hold(kept, count_held(each.result, self._ranks))
+                self.hold(kept, count_held(reshard.result, self._ranks))
         if lays_out:
-            self._lay_out(one, moved)
+            self._lay_out(traced, moved)
         else:
-            for value, size in zip(one.operation.results, after, strict=True):
+            for value, size in zip(traced.operation.results, after, strict=True):
                 self.hold(value, size)
         for kept in self._ends.get(place, ()):
             if kept in self._of:
                 self.free(kept)
 
-    def _lay_out(self, one: TracedOperation, moved: Sequence[InsertedReshard]) -> None:
+    def _lay_out(self, traced: TracedOperation, moved: Sequence[InsertedReshard]) -> None:
         """Add the result of `with_sharding`: new memory if data moves, else its operand's."""
-        (operand,), (result,) = one.operation.operands, one.operation.results
+        (operand,), (result,) = traced.operation.operands, traced.operation.results
         # The last move is the result, and may be kept for other operations as well.
-        there = [self._find_kept(each, operand) for each in (*one.reused, *moved)]
+        there = [self._find_kept(reshard, operand) for reshard in (*traced.reused, *moved)]
         if moved and there[-1] not in self._of:
             self.hold(result, count_held(moved[-1].result, self._ranks))
             return
@@ -399,27 +406,27 @@ def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ..
     return tuple(held.tolist())
 
 
-def _count_around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[IntArray]]:
+def _count_around(traced: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[IntArray]]:
     """Return the most that an operation holds beyond what is live, and what each result then is."""
     # `extra` grows with every array that stays until the operation is done; `most` is its peak.
     most = extra = np.zeros(len(ranks), dtype=np.int64)
-    for reshard in one.before:
+    for reshard in traced.before:
         extra = extra + count_held(reshard.result, ranks)
         most = np.maximum(most, extra + count_extra(reshard, ranks))
-    made = [count_held(kind, ranks) for kind in one.computed]
-    if one.operation.operator != WITH_SHARDING:
-        extra = extra + sum(made)
+    computed = [count_held(kind, ranks) for kind in traced.computed]
+    if traced.operation.operator != WITH_SHARDING:
+        extra = extra + sum(computed)
         most = np.maximum(most, extra)
-    for reshard in one.after:
+    for reshard in traced.after:
         extra = extra + count_held(reshard.result, ranks)
         most = np.maximum(most, extra + count_extra(reshard, ranks))
-    after = [count_held(kind, ranks) for kind in one.results]
+    after = [count_held(kind, ranks) for kind in traced.results]
     # A body needs its moved operands in addition to its own memory.
-    within = np.array([one.within.held_by(rank) for rank in ranks], dtype=np.int64)
-    for reshard in one.before:
+    within = np.array([traced.within.held_by(rank) for rank in ranks], dtype=np.int64)
+    for reshard in traced.before:
         within = within + count_held(reshard.result, ranks)
     most = np.maximum(most, within)
-    if one.operation.operator == WITH_SHARDING:
+    if traced.operation.operator == WITH_SHARDING:
         return most, after
     # Results that are not resharded are what is computed; they are counted at least once.
     return np.maximum(most, sum(after, np.zeros_like(most))), after
@@ -521,12 +528,12 @@ class TraceRecord:
     @property
     def moved_elements(self) -> int:
         """Elements that ranks receive from others, summed over ranks and operations."""
-        return sum(one.moved_elements for one in self.operations)
+        return sum(traced.moved_elements for traced in self.operations)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that ranks receive from others, summed over ranks and operations."""
-        return sum(one.moved_bytes for one in self.operations)
+        return sum(traced.moved_bytes for traced in self.operations)
 
     @property
     def counts_compute(self) -> bool:
@@ -538,7 +545,7 @@ class TraceRecord:
         """The time of all inserted reshards; None without a topology."""
         if self.topology is None:
             return None
-        return sum(one.inserted_s for one in self.operations)
+        return sum(traced.inserted_s for traced in self.operations)
 
     @cached_property
     def compute_s(self) -> Mapping[int, float] | None:
@@ -547,8 +554,8 @@ class TraceRecord:
             return None
         # A row an operation, a column a rank; the row of zeros stands for a function without
         # operations.
-        rows = [(0.0,) * len(self.ranks), *(one.compute_s for one in self.operations)]
-        return {rank: math.fsum(own) for rank, *own in zip(self.ranks, *rows, strict=True)}
+        rows = [(0.0,) * len(self.ranks), *(traced.compute_s for traced in self.operations)]
+        return {rank: math.fsum(seconds) for rank, *seconds in zip(self.ranks, *rows, strict=True)}
 
     @property
     def seconds_s(self) -> float | None:
@@ -560,10 +567,13 @@ class TraceRecord:
         """
         if self.topology is None or self.overlapped_s is not None:
             return self.overlapped_s
-        return sum(one.seconds_s for one in self.operations)
+        return sum(traced.seconds_s for traced in self.operations)
 
     @cached_property
     def peak_bytes(self) -> Mapping[int, int]:
         """The peak memory of each rank, including arguments."""
-        rows = [held_bytes(self.inputs, self.ranks), *(one.live_bytes for one in self.operations)]
+        rows = [
+            held_bytes(self.inputs, self.ranks),
+            *(traced.live_bytes for traced in self.operations),
+        ]
         return {rank: max(sizes) for rank, *sizes in zip(self.ranks, *rows, strict=True)}

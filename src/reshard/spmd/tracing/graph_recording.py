@@ -151,14 +151,20 @@ class GraphRecorder(Recorder):
         spec = result.type.spec
         if result.runner is self.runner and spec is not None:
             number = self.value_of(operand).index
-            made = self._add_value(result, operand.type.shape, operand.type.dtype.name).index
+            result_number = self._add_value(
+                result, operand.type.shape, operand.type.dtype.name
+            ).index
             shape = operand.type.shape
-            self.operations.append(Operation.with_sharding(number, made, shape, spec))
+            self.operations.append(Operation.with_sharding(number, result_number, shape, spec))
 
     def record_end(self, result: ArrayValue, like: ArrayValue) -> None:
         """Mark the last `with_sharding` as requesting the sharding of an input."""
-        made, input_ = (self._number_of.get(_identify(x)) for x in (result, like))
-        if made is None or input_ is None or self.operations[-1].results != (made,):
+        result_number, input_ = (self._number_of.get(_identify(x)) for x in (result, like))
+        if (
+            result_number is None
+            or input_ is None
+            or self.operations[-1].results != (result_number,)
+        ):
             return
         self.operations[-1] = replace(self.operations[-1], like=self._input_of.get(input_))
 
@@ -212,8 +218,8 @@ _NUMBER_TYPES = {bool: "bool", int: "int64", float: "float64", complex: "complex
 
 def listening_recorder() -> GraphRecorder | None:
     """Return the recorder of the innermost traced function, or None outside of tracing."""
-    found = [recorder for recorder in recorders if isinstance(recorder, GraphRecorder)]
-    return found[-1] if found else None
+    graph_recorders = [recorder for recorder in recorders if isinstance(recorder, GraphRecorder)]
+    return graph_recorders[-1] if graph_recorders else None
 
 
 def is_recorded(runner: Any) -> bool:
@@ -237,8 +243,8 @@ def type_of(leaf: Any) -> ArrayType | None:
         return leaf
     if isinstance(leaf, ArrayValue):
         return leaf.type
-    found = library_of(leaf)
-    return None if found is None else ArrayType(leaf.shape, found.dtype_of(leaf))
+    library = library_of(leaf)
+    return None if library is None else ArrayType(leaf.shape, library.dtype_of(leaf))
 
 
 def filled(tree: Any, arrays: Mapping[int, Any] | Sequence[Any]) -> Any:
@@ -313,10 +319,10 @@ def record(
         recorder.input(array, kind, name)
         return array
 
-    given = replaced(list(arguments), enter)
+    entered = replaced(list(arguments), enter)
     # 2. Every operation of the call is recorded.
     with recording(recorder):
-        returned = function(*given)
+        returned = function(*entered)
 
     # 3. Returned arrays become values.
     def leave(leaf: Any) -> Any:
@@ -334,6 +340,6 @@ def record(
 
 def library_for(arguments: Sequence[Any]) -> Library:
     """Return the library of the first sharded array, or of new arrays if there is none."""
-    given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
-    sharded = (x.runner for x in given if isinstance(x, ArrayValue))
-    return next(sharded, runner_for(*given[:1])).computing
+    arrays = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
+    sharded = (x.runner for x in arrays if isinstance(x, ArrayValue))
+    return next(sharded, runner_for(*arrays[:1])).computing

@@ -51,7 +51,7 @@ MAX_RANK_ROWS = 32
 
 
 def trace_page(trace: TraceRecord, title: str = "") -> str:
-    """Return the page.
+    """Return a trace as an HTML page.
 
     Args:
         trace: of a function.
@@ -111,11 +111,11 @@ def _draw_memory(trace: TraceRecord) -> list[str]:
     numbers = number_texts(trace)
     moments = [
         (
-            f"{number}. {call_text(one.operation, numbers)}",
-            one.held_bytes[place],
-            one.live_bytes[place],
+            f"{number}. {call_text(traced.operation, numbers)}",
+            traced.held_bytes[place],
+            traced.live_bytes[place],
         )
-        for number, one in enumerate(trace.operations, 1)
+        for number, traced in enumerate(trace.operations, 1)
     ]
     said = (
         f"What rank {trace.ranks[place]} holds, which holds most, at each operation: dark what "
@@ -159,8 +159,8 @@ def _draw_ranks(trace: TraceRecord) -> list[str]:
     """Draw the data movement and memory of each rank; equal ranks share a row."""
     span = max(trace.ranks) + 1
     sent, received = np.zeros(span, dtype=np.int64), np.zeros(span, dtype=np.int64)
-    for one in trace.operations:
-        for reshard in one.reshards:
+    for traced in trace.operations:
+        for reshard in traced.reshards:
             width = reshard.source.dtype.itemsize_bytes
             for step in reshard.program.steps:
                 # A step's columns end at the highest rank that takes part in it.
@@ -203,28 +203,28 @@ def _draw_ranks(trace: TraceRecord) -> list[str]:
 def _draw_reshards(trace: TraceRecord) -> list[str]:
     """Return the reshards that move most, drawn; equal ones once."""
     count: Counter[tuple[ArrayType, ShardingSpec]] = Counter()
-    found: dict[tuple[ArrayType, ShardingSpec], tuple[TracedOperation, InsertedReshard]] = {}
-    for one in trace.operations:
-        for reshard in one.reshards:
+    examples: dict[tuple[ArrayType, ShardingSpec], tuple[TracedOperation, InsertedReshard]] = {}
+    for traced in trace.operations:
+        for reshard in traced.reshards:
             key = (reshard.source, reshard.target)
             count[key] += 1
-            found.setdefault(key, (one, reshard))
-    if not found:
+            examples.setdefault(key, (traced, reshard))
+    if not examples:
         return [element("h2", "Inserted"), element("p", "Nothing is resharded.")]
     # By the bytes that equal reshards move together.
-    ordered = sorted(found, key=lambda key: -found[key][1].moved_bytes * count[key])
+    ordered = sorted(examples, key=lambda key: -examples[key][1].moved_bytes * count[key])
     drawn = ordered[:MAX_DRAWN]
     colours = rank_colours(set(trace.ranks))
     sections = []
     for number, key in enumerate(drawn, 1):
-        one, reshard = found[key]
+        traced, reshard = examples[key]
         program = reshard.program
         # Drawn as a single change of layouts, whatever steps it takes.
         plan = Plan(program.source.layout(program.shape), program.target.layout(program.shape))
         steps = " ".join(map(str, program.steps)) or "nothing"
         times = count_text(count[key], "time")
         heading = (
-            f"%{reshard.value} at {one.operation.operator}: {steps}, {times}, "
+            f"%{reshard.value} at {traced.operation.operator}: {steps}, {times}, "
             f"{bytes_text(reshard.moved_bytes)} each"
         )
         change = DrawnChange(

@@ -60,14 +60,18 @@ def table_rows(trace: TraceRecord) -> list[list[str]]:
         # Numbers stand in the operations that read them.
         if kind is not None
     ]
-    for place, one in enumerate(trace.operations, 1):
-        words = str(place), call_text(one.operation, numbers)
-        moves = bytes_text(one.moved_bytes) if one.moved_bytes else "-"
-        live = bytes_text(max(one.live_bytes))
-        times = {"compute": one.busiest_s, "collectives": one.inserted_s, "time": one.seconds_s}
-        rest = [inserted_text(one), moves, live]
+    for place, traced in enumerate(trace.operations, 1):
+        words = str(place), call_text(traced.operation, numbers)
+        moves = bytes_text(traced.moved_bytes) if traced.moved_bytes else "-"
+        live = bytes_text(max(traced.live_bytes))
+        times = {
+            "compute": traced.busiest_s,
+            "collectives": traced.inserted_s,
+            "time": traced.seconds_s,
+        }
+        rest = [inserted_text(traced), moves, live]
         rest += [duration_text(times[name]) if times[name] else "-" for name in headers]
-        for number, kind in zip(one.operation.results, one.results, strict=True):
+        for number, kind in zip(traced.operation.results, traced.results, strict=True):
             rows.append([words[0], f"%{number}", words[1], str(kind), sharding_text(kind), *rest])
             words, rest = ("", ""), blank
     return rows
@@ -117,10 +121,10 @@ def call_text(operation: Operation, numbers: Mapping[int, str]) -> str:
     return f"{operation.operator}({', '.join(words)})"
 
 
-def inserted_text(one: TracedOperation) -> str:
+def inserted_text(traced: TracedOperation) -> str:
     """Return the collectives around an operation, and which values they reshard."""
-    words = [str(reshard) for reshard in one.before]
-    words += [f"then {' '.join(map(str, reshard.program.steps))}" for reshard in one.after]
+    words = [str(reshard) for reshard in traced.before]
+    words += [f"then {' '.join(map(str, reshard.program.steps))}" for reshard in traced.after]
     return "; ".join(words) or "-"
 
 
@@ -128,8 +132,8 @@ def collectives(trace: TraceRecord) -> Counter[str]:
     """Return the number of steps inserted, by kind."""
     return Counter(
         step.name
-        for one in trace.operations
-        for reshard in one.reshards
+        for traced in trace.operations
+        for reshard in traced.reshards
         for step in reshard.program.steps
     )
 
@@ -153,7 +157,9 @@ def meshes_text(meshes: Sequence[DeviceMesh]) -> str:
     """
     if len(meshes) == 1:
         return mesh_text(meshes[0])
-    return "; ".join(f"{mesh_text(one)} over {ranks_text(sorted(one.devices))}" for one in meshes)
+    return "; ".join(
+        f"{mesh_text(mesh)} over {ranks_text(sorted(mesh.devices))}" for mesh in meshes
+    )
 
 
 def summary(trace: TraceRecord) -> list[str]:
@@ -195,7 +201,7 @@ def time_summary(trace: TraceRecord) -> list[str]:
     ]
 
 
-def reason_of(one: TracedOperation, reshard: InsertedReshard) -> str:
+def reason_of(traced: TracedOperation, reshard: InsertedReshard) -> str:
     """Explain why a value is resharded before or after an operation, as half a sentence.
 
     >>> from reshard import DeviceMesh, spec
@@ -205,59 +211,61 @@ def reason_of(one: TracedOperation, reshard: InsertedReshard) -> str:
     >>> [reason_of(only, reshard) for reshard in only.reshards]
     ['flip needs all of [i]']
     """
-    operation = one.operation
-    if any(reshard is own for own in one.after):
+    operation = traced.operation
+    if any(reshard is after for after in traced.after):
         if operation.operator == WITH_SHARDING:
             return "the function asks for it"
-        asking = _explain_result(one, reshard)
+        asking = _explain_result(traced, reshard)
         return asking or f"the placement wants what {operation.operator} makes so"
-    place = _find_place(one, reshard)
+    place = _find_place(traced, reshard)
     if place is None:
         return f"the placement has {operation.operator} read it so"
-    whole = [*_explain_contributions(one, place), *_explain_cuts(one, place)]
-    reasons = dict.fromkeys(whole or _explain_gains(one, place))
+    explained = [*_explain_contributions(traced, place), *_explain_cuts(traced, place)]
+    reasons = dict.fromkeys(explained or _explain_gains(traced, place))
     return (
         "; ".join(reasons) or f"ranks need other elements for {operation.operator} than they have"
     )
 
 
-def _explain_result(one: TracedOperation, reshard: InsertedReshard) -> str:
+def _explain_result(traced: TracedOperation, reshard: InsertedReshard) -> str:
     """Return the operand that a result is resharded like, as text, or an empty string."""
-    rule = one.operation.rule
+    rule = traced.operation.rule
     before = reshard.source.spec
-    for dim, factors in enumerate(rule.results[one.operation.results.index(reshard.value)]):
+    for dim, factors in enumerate(rule.results[traced.operation.results.index(reshard.value)]):
         had = () if before is None else before.dim_specs[dim].axes
         gained = set(reshard.target.dim_specs[dim].axes).difference(had)
         for number, kind, mapping in zip(
-            one.operation.operands, one.operands, rule.operands, strict=True
+            traced.operation.operands, traced.operands, rule.operands, strict=True
         ):
             if kind is None or kind.spec is None or factors not in mapping:
                 continue
             if gained.intersection(kind.spec.dim_specs[mapping.index(factors)].axes):
-                return f"{_write_factors(one, factors)} is cut as in %{number}"
+                return f"{_write_factors(traced, factors)} is cut as in %{number}"
     return ""
 
 
-def _find_place(one: TracedOperation, reshard: InsertedReshard) -> int | None:
+def _find_place(traced: TracedOperation, reshard: InsertedReshard) -> int | None:
     """Return the place of the operand that the operator itself needs resharded so."""
-    for place, (number, spec) in enumerate(zip(one.operation.operands, one.runs_with, strict=True)):
+    for place, (number, spec) in enumerate(
+        zip(traced.operation.operands, traced.runs_with, strict=True)
+    ):
         if number == reshard.value and spec is reshard.target:
             return place
     return None
 
 
-def _explain_contributions(one: TracedOperation, place: int) -> Iterator[str]:
-    kind, spec = one.operands[place], one.runs_with[place]
+def _explain_contributions(traced: TracedOperation, place: int) -> Iterator[str]:
+    kind, spec = traced.operands[place], traced.runs_with[place]
     if kind is None or kind.spec is None or spec is None:
         return
     if any(axis not in spec.partial_axes for axis in kind.spec.partial_axes):
-        number, name = one.operation.operands[place], one.operation.operator
+        number, name = traced.operation.operands[place], traced.operation.operator
         yield f"contributions to %{number} alone do not go through {name}"
 
 
-def _explain_cuts(one: TracedOperation, place: int) -> Iterator[str]:
+def _explain_cuts(traced: TracedOperation, place: int) -> Iterator[str]:
     """Explain why axes that shard an operand do not shard it while the operator runs."""
-    kind, spec, operation = one.operands[place], one.runs_with[place], one.operation
+    kind, spec, operation = traced.operands[place], traced.runs_with[place], traced.operation
     if kind is None or kind.spec is None or spec is None:
         return
     rule = operation.rule
@@ -265,45 +273,46 @@ def _explain_cuts(one: TracedOperation, place: int) -> Iterator[str]:
     for dim, factors in enumerate(rule.operands[place]):
         gets = spec.dim_specs[dim].axes
         lost = [axis for axis in kind.spec.dim_specs[dim].axes if axis not in gets]
-        said = _write_factors(one, factors)
+        said = _write_factors(traced, factors)
         if lost and special.intersection(factors):
             yield f"{operation.operator} needs all of {said}"
         elif lost:
-            yield _explain_lost(one, place, factors, lost, said)
+            yield _explain_lost(traced, place, factors, lost, said)
 
 
-def _explain_gains(one: TracedOperation, place: int) -> Iterator[str]:
+def _explain_gains(traced: TracedOperation, place: int) -> Iterator[str]:
     """Explain a sharding that an operand gains: it is that of another operand."""
-    kind, spec = one.operands[place], one.runs_with[place]
-    for dim, factors in enumerate(one.operation.rule.operands[place]):
+    kind, spec = traced.operands[place], traced.runs_with[place]
+    for dim, factors in enumerate(traced.operation.rule.operands[place]):
         had = () if kind is None or kind.spec is None else kind.spec.dim_specs[dim].axes
-        other = _find_operand(one, place, factors)
+        other = _find_operand(traced, place, factors)
         if spec is not None and set(spec.dim_specs[dim].axes) - set(had) and other is not None:
-            yield f"{_write_factors(one, factors)} is cut as in %{one.operation.operands[other]}"
+            number = traced.operation.operands[other]
+            yield f"{_write_factors(traced, factors)} is cut as in %{number}"
 
 
-def _write_factors(one: TracedOperation, factors: Sequence[int]) -> str:
-    return f"[{''.join(one.operation.rule.names[factor] for factor in factors)}]"
+def _write_factors(traced: TracedOperation, factors: Sequence[int]) -> str:
+    return f"[{''.join(traced.operation.rule.names[factor] for factor in factors)}]"
 
 
 def _explain_lost(
-    one: TracedOperation,
+    traced: TracedOperation,
     place: int,
     factors: Sequence[int],
     lost: Sequence[Axis],
     said: str,
 ) -> str:
-    operation = one.operation
+    operation = traced.operation
     axes = " ".join(map(str, lost))
     # 1. The factor is cut otherwise, as another operand has it.
-    other = _find_operand(one, place, factors)
+    other = _find_operand(traced, place, factors)
     if other is not None:
         return f"{said} is cut as in %{operation.operands[other]}, not by {axes}"
     # 2. The axis cuts another factor.
-    taken = _find_taken(one, lost)
+    taken = _find_taken(traced, lost)
     if taken is not None:
         number, dim = taken
-        letters = _write_factors(one, operation.rule.operands[number][dim])
+        letters = _write_factors(traced, operation.rule.operands[number][dim])
         return f"{axes} cuts {letters} of %{operation.operands[number]}"
     # 3. Parts of it alone do not make parts of the results.
     if len(factors) > 1:
@@ -311,22 +320,22 @@ def _explain_lost(
     return f"{operation.operator} does not find its places in parts of {said}"
 
 
-def _find_operand(one: TracedOperation, place: int, factors: Sequence[int]) -> int | None:
+def _find_operand(traced: TracedOperation, place: int, factors: Sequence[int]) -> int | None:
     """Return another operand whose sharding of the factors the operator uses."""
-    for number, mapping in enumerate(one.operation.rule.operands):
-        kind, spec = one.operands[number], one.runs_with[number]
+    for number, mapping in enumerate(traced.operation.rule.operands):
+        kind, spec = traced.operands[number], traced.runs_with[number]
         if number == place or kind is None or kind.spec is None or spec is None:
             continue
-        for dim, own in enumerate(mapping):
+        for dim, dim_factors in enumerate(mapping):
             cut = spec.dim_specs[dim]
-            if set(own) & set(factors) and cut.axes and kind.spec.dim_specs[dim] is cut:
+            if set(dim_factors) & set(factors) and cut.axes and kind.spec.dim_specs[dim] is cut:
                 return number
     return None
 
 
-def _find_taken(one: TracedOperation, axes: Sequence[Axis]) -> tuple[int, int] | None:
+def _find_taken(traced: TracedOperation, axes: Sequence[Axis]) -> tuple[int, int] | None:
     """Return an operand and its dimension that any of the axes shards."""
-    for number, spec in enumerate(one.runs_with):
+    for number, spec in enumerate(traced.runs_with):
         if spec is None:
             continue
         for dim, cut in enumerate(spec.dim_specs):
@@ -345,9 +354,9 @@ def reason_lines(operations: Sequence[TracedOperation]) -> list[str]:
     ['%1 = matmul: %0 all-gather(x) to `-, -`: x cuts [j] of %0']
     """
     return [
-        f"%{one.operation.results[0]} = {one.operation.operator}: {reshard}: "
-        f"{reason_of(one, reshard)}"
-        for one in operations
-        for reshard in one.reshards
+        f"%{traced.operation.results[0]} = {traced.operation.operator}: {reshard}: "
+        f"{reason_of(traced, reshard)}"
+        for traced in operations
+        for reshard in traced.reshards
         if reshard.moved_elements
     ]

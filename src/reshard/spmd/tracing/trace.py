@@ -99,9 +99,9 @@ class _OperationTracer:
         self,
         operation: Operation,
         called: CompiledCall | None,
-        given: Sequence[Any],
+        operands: Sequence[Any],
         placed: Sequence[Any],
-        made: Sequence[Any],
+        outputs: Sequence[Any],
         results: Sequence[Any],
     ) -> None:
         """Append an operation; see `Observe`."""
@@ -118,7 +118,7 @@ class _OperationTracer:
         if called is not None:
             runs_with = list(called.runs_with)
         for number, x, there, spec in zip(
-            operation.operands, given, placed, runs_with, strict=True
+            operation.operands, operands, placed, runs_with, strict=True
         ):
             if isinstance(x, ArrayValue):
                 for source, target in ((x.type, there.type.spec), (there.type, spec)):
@@ -133,16 +133,18 @@ class _OperationTracer:
         within = BodyCosts()
         if operation.body is not None:
             within = operation.body.count_costs([x.type for x in placed])
-        computed = [x.type for x in made] if called is None else called.made
-        for number, x, kind, there in zip(operation.results, made, computed, results, strict=True):
+        computed = [x.type for x in outputs] if called is None else called.made
+        for number, x, kind, there in zip(
+            operation.results, outputs, computed, results, strict=True
+        ):
             after += self._find_inserted(number, kind, x.type.spec)
             # A `with_sharding` moves its operand, which may have been moved there already.
-            if operation.operator == WITH_SHARDING and x is given[0]:
-                own = self._same.get(operation.operands[0], operation.operands[0])
-                key = (own, x.type, there.type.spec)
+            if operation.operator == WITH_SHARDING and x is operands[0]:
+                origin = self._same.get(operation.operands[0], operation.operands[0])
+                key = (origin, x.type, there.type.spec)
                 if there.type is x.type:
-                    self._same[number] = own
-                if key in self._known and own not in self._moves_anew:
+                    self._same[number] = origin
+                if key in self._known and origin not in self._moves_anew:
                     reused += self._find_inserted(*key)
                     continue
                 self._known.add(key)
@@ -150,7 +152,7 @@ class _OperationTracer:
         self.found.append(
             TracedOperation(
                 operation,
-                tuple(x.type if isinstance(x, ArrayValue) else None for x in given),
+                tuple(x.type if isinstance(x, ArrayValue) else None for x in operands),
                 tuple(runs_with),
                 tuple(x.type for x in results),
                 tuple(computed),
@@ -201,27 +203,27 @@ class Trace(TraceRecord):
         ArrayType(float64[4, 2], 'x, -')
         """
         # 1. The arrays among the arguments, in the order in which inputs were recorded.
-        given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
-        wanted = self.graph.arguments
-        if len(given) != len(wanted):
+        passed = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
+        expected = self.graph.arguments
+        if len(passed) != len(expected):
             raise ShardError(
-                f"{len(given)} arrays, but {len(wanted)} were traced: "
-                f"{', '.join(self.names[: len(wanted)])}; give one for each of these"
+                f"{len(passed)} arrays, but {len(expected)} were traced: "
+                f"{', '.join(self.names[: len(expected)])}; give one for each of these"
             )
         # 2. The runner that was asked for, else that of the first array in shards, else by its
         # library.
         keeper = runner or next(
-            (one.runner for one in given if isinstance(one, ArrayValue)), runner_for(*given[:1])
+            (x.runner for x in passed if isinstance(x, ArrayValue)), runner_for(*passed[:1])
         )
-        arrays = dict(zip(wanted, given, strict=True)) | dict(self.graph.constants)
+        arrays = dict(zip(expected, passed, strict=True)) | dict(self.graph.constants)
         # 3. Each input as it was traced.
         for number, name, kind in zip(self.graph.inputs, self.names, self.inputs, strict=True):
             if kind is None:
                 continue
-            found = type_of(arrays[number])
-            if found is None or (found.shape, found.dtype) != (kind.shape, kind.dtype):
-                raise ShardError(f"{name} is {found}, but {kind} was traced; give such an array")
-            if kind.spec is None and found.spec is not None:
+            actual = type_of(arrays[number])
+            if actual is None or (actual.shape, actual.dtype) != (kind.shape, kind.dtype):
+                raise ShardError(f"{name} is {actual}, but {kind} was traced; give such an array")
+            if kind.spec is None and actual.spec is not None:
                 arrays[number] = arrays[number].to_dense()
             placed = array(arrays[number], kind.spec, runner=keeper)
             # Nobody writes to it while the function runs, so it keeps its reshards meanwhile.
@@ -299,9 +301,9 @@ def trace(
     moved_again: list[int] = []
     if strategy == "eager":
         # Arrays that view memory of the caller, who may write to it: their reshards are not cached.
-        given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
-        known = [*zip(recorded.arguments, given, strict=True), *recorded.constants.items()]
-        moved_again = [n for n, x in known if isinstance(x, ArrayValue) and moves_each_time(x)]
+        passed = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
+        numbered = [*zip(recorded.arguments, passed, strict=True), *recorded.constants.items()]
+        moved_again = [n for n, x in numbered if isinstance(x, ArrayValue) and moves_each_time(x)]
     graph = assign_shardings(recorded, strategy, topology, library)
     return trace_graph(graph, strategy, topology, library, runner, moved_again)
 
@@ -377,25 +379,25 @@ def interpret(
     values = dict(inputs)
     last = _LastCall()
     for operation, unread in zip(graph.operations, graph.last_uses(), strict=True):
-        given = [values[number] for number in operation.operands]
+        operands = [values[number] for number in operation.operands]
         reads = operation.reads
-        placed = list(map(_reshard, given, reads)) if reads else given
+        placed = list(map(_reshard, operands, reads)) if reads else operands
         specs = [graph.values[number].sharding for number in operation.results]
         if operation.target is not None:
-            made, specs = placed, [operation.target]
+            outputs, specs = placed, [operation.target]
         elif operation.body is not None:
-            made = list(operation.body.run(placed, find_runner(placed)))
+            outputs = list(operation.body.run(placed, find_runner(placed)))
         else:
             with nullcontext() if observe is None else recording(last):
-                found = call(operation.operator, placed, operation.attributes, operation.options)
-            made = list(found) if isinstance(found, tuple) else [found]
-        results = [_reshard(x, spec) for x, spec in zip(made, specs, strict=True)]
+                output = call(operation.operator, placed, operation.attributes, operation.options)
+            outputs = list(output) if isinstance(output, tuple) else [output]
+        results = [_reshard(x, spec) for x, spec in zip(outputs, specs, strict=True)]
         if observe is not None:
             called, last.call = last.call, None
-            observe(operation, called, given, placed, made, results)
+            observe(operation, called, operands, placed, outputs, results)
         values.update(zip(operation.results, results, strict=True))
         # These references would keep the arrays until the next operation is done.
-        del given, placed, made, results
+        del operands, placed, outputs, results
         for number in unread:
             del values[number]
     return values
@@ -403,8 +405,8 @@ def interpret(
 
 def find_runner(arrays: Sequence[Any]) -> Runner:
     """Return the runner of arrays: an abstract runner if any of them has no elements."""
-    found: Runner = max((x.runner for x in arrays), key=lambda runner: runner.is_abstract)
-    return found
+    runner: Runner = max((x.runner for x in arrays), key=lambda runner: runner.is_abstract)
+    return runner
 
 
 def _reshard(x: Any, spec: Spec) -> Any:

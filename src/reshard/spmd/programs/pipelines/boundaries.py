@@ -136,19 +136,19 @@ class StageBoundary:
             )
         source, target = _ends(made_as, self._target, is_back)
         change = LayoutChange(source.layout(kind.shape), target.layout(kind.shape))
-        own = made = None
+        source_shard = target_shard = None
         if array is not None:
             (shard,) = (array if array.type.spec is source else array.shard(source)).shards.values()
-            own = torch.as_tensor(shard).contiguous()
+            source_shard = torch.as_tensor(shard).contiguous()
         rank = self._group.rank
         shape = change.target.local_shape(rank) if rank in target.mesh.devices else None
         if shape is not None:
-            made = empty_result(shape, getattr(torch, kind.dtype.name), self._device)
+            target_shard = empty_result(shape, getattr(torch, kind.dtype.name), self._device)
             # No message has the padding.
             if change.target.is_padded:
-                made.zero_()
+                target_shard.zero_()
         transfers = RankTransfers.of(
-            change, transfers_of(change, kind.dtype, rank), rank, own, made
+            change, transfers_of(change, kind.dtype, rank), rank, source_shard, target_shard
         )
         # Without confirmation, because a neighbour may be a step ahead and would keep this rank
         # waiting.
@@ -163,7 +163,7 @@ class StageBoundary:
             transfer.start()
         else:
             transfer.run()
-        self._begun[crossing] = _Begun(transfer, made, kind.shape, target)
+        self._begun[crossing] = _Begun(transfer, target_shard, kind.shape, target)
 
     def take(self, crossing: Crossing) -> Any:
         """Return the array, on ranks of the stage that takes it, once it is there.
@@ -198,8 +198,8 @@ class StageBoundary:
                 "shard it there"
             )
         if self._group.rank == self._mesh.devices[0]:
-            told = [self._digest, kind.shape, kind.dtype.name, str(kind.spec)]
-            data = tensor_of(json.dumps(told).encode())
+            message = [self._digest, kind.shape, kind.dtype.name, str(kind.spec)]
+            data = tensor_of(json.dumps(message).encode())
             with self._group.errors("a message could not be sent"):
                 for rank in set(self._group.ranks) - set(self._mesh.devices):
                     for part in (torch.tensor([len(data)]), data):
@@ -225,10 +225,10 @@ class StageBoundary:
 
 
 def _ends(
-    made: ShardingSpec, taken: ShardingSpec, is_back: bool
+    output_spec: ShardingSpec, input_spec: ShardingSpec, is_back: bool
 ) -> tuple[ShardingSpec, ShardingSpec]:
     """Return the shardings from which, and to which, an array crosses."""
-    return (taken, without_partial(made)) if is_back else (made, taken)
+    return (input_spec, without_partial(output_spec)) if is_back else (output_spec, input_spec)
 
 
 # Tasks of each rank by which the result of another stage is requested before it is taken.
@@ -260,23 +260,23 @@ class Boundaries:
         keeper: Runner,
     ) -> None:
         rank = dist.get_rank()
-        taken = [one for one in specs if one is not None]
-        if len(taken) < len(specs):
+        input_specs = [sharding for sharding in specs if sharding is not None]
+        if len(input_specs) < len(specs):
             raise SpecError(
                 "a pipeline over processes whose first stage has no sharding; give one, whose mesh "
                 "is where the stage is"
             )
-        meshes = [one.mesh for one in taken]
+        meshes = [sharding.mesh for sharding in input_specs]
         self._here = [rank in mesh.devices for mesh in meshes]
         device = _device_of(parameters)
         # On devices messages have the same order on both sides, so none is requested ahead.
         self._ahead = _AHEAD * schedule.n_ranks if device.type == "cpu" else 0
         groups = {}
-        for stage, (one, other) in enumerate(pairwise(meshes)):
-            ranks = tuple(sorted({*one.devices, *other.devices}))
+        for stage, (mesh, next_mesh) in enumerate(pairwise(meshes)):
+            ranks = tuple(sorted({*mesh.devices, *next_mesh.devices}))
             # All processes take part, in the same order, because `new_group` is a collective of
             # all.
-            group = None if one is other else _group_of(ranks)
+            group = None if mesh is next_mesh else _group_of(ranks)
             if group is not None and rank in ranks:
                 groups[stage] = group
         # Before anything below can fail: the ranks of a group that a failure broke meet again here,
@@ -284,14 +284,20 @@ class Boundaries:
         self._groups = [rank_group(group) for group in groups.values()]
         # The properties that must be equal on the ranks of neighbouring stages.
         tasks = [[str(task) for task in line] for line in schedule.tasks]
-        meant = tasks, [(one.mesh.text, one.mesh.devices, str(one)) for one in taken]
+        meant = (
+            tasks,
+            [
+                (sharding.mesh.text, sharding.mesh.devices, str(sharding))
+                for sharding in input_specs
+            ],
+        )
         digest = hashlib.blake2b(repr(meant).encode(), digest_size=16).hexdigest()
         self.by_stage = {
             stage: StageBoundary(
                 stage,
                 among,
                 meshes[stage],
-                taken[stage + 1],
+                input_specs[stage + 1],
                 n_microbatches,
                 digest,
                 keeper,
@@ -348,10 +354,10 @@ class Boundaries:
 
 def _device_of(parameters: Sequence[Any]) -> torch.device:
     """Return the device of the local shards of parameters."""
-    given = (leaf for _, leaf in leaves(list(parameters)) if isinstance(leaf, ArrayValue))
-    shards = (shard for leaf in given for shard in leaf._shards)
+    arrays = (leaf for _, leaf in leaves(list(parameters)) if isinstance(leaf, ArrayValue))
+    shards = (shard for leaf in arrays for shard in leaf._shards)
     return next(
-        (one.device for one in shards if isinstance(one, torch.Tensor)), torch.device("cpu")
+        (shard.device for shard in shards if isinstance(shard, torch.Tensor)), torch.device("cpu")
     )
 
 
@@ -363,7 +369,7 @@ _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.P
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Return the group of some ranks, created once by all processes in the same order."""
-    made = _MADE.setdefault(dist.group.WORLD, {})
-    if ranks not in made:
-        made[ranks] = dist.new_group(list(ranks))
-    return made[ranks]
+    groups = _MADE.setdefault(dist.group.WORLD, {})
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(list(ranks))
+    return groups[ranks]

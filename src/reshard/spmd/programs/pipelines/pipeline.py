@@ -42,8 +42,8 @@ from reshard.topology import Topology
 
 def _costs_of(
     function: Stage,
-    own: Any,
-    given: tuple[Any, ...],
+    parameters: Any,
+    inputs: tuple[Any, ...],
     specs: Any,
     is_first: bool,
     topology: Topology,
@@ -51,46 +51,49 @@ def _costs_of(
 ) -> StageCosts:
     """Estimate the costs of a stage, except for sending.
 
-    `given` are its array and the targets, `specs` the shardings of its gradients.
+    `inputs` are its array and the targets, `specs` the shardings of its gradients.
     """
 
-    def run(tasks: int, own: Any, cotangent: Any, x: Any, *more: Any) -> Any:
+    def run(tasks: int, parameters: Any, cotangent: Any, x: Any, *more: Any) -> Any:
         """Run the first tasks of the stage."""
         if is_first:
-            made, pullback = vjp_in_two(lambda p: function(p, x, *more), own, None, specs)
+            output, pullback = vjp_in_two(lambda p: function(p, x, *more), parameters, None, specs)
         else:
-            made, pullback = vjp_in_two(lambda p, x: function(p, x, *more), own, x, specs)
-        found = [made]
+            output, pullback = vjp_in_two(lambda p, x: function(p, x, *more), parameters, x, specs)
+        values = [output]
         if tasks > 1:
             slope, rest = pullback(cotangent)
-            found += [slope, rest() if tasks > 2 else None]
-        return [leaf for _, leaf in leaves(found) if leaf is not None]
+            values += [slope, rest() if tasks > 2 else None]
+        return [leaf for _, leaf in leaves(values) if leaf is not None]
 
-    (made,) = trace(function, own, *given).outputs
-    cotangent = settled(made)
+    (output,) = trace(function, parameters, *inputs).outputs
+    cotangent = settled(output)
     # Operations are traced in order, so the lengths of the shorter traces are where tasks end.
-    first, second = (len(trace(run, tasks, own, cotangent, *given).operations) for tasks in (1, 2))
-    both = trace(run, 3, own, cotangent, *given, topology=topology, library=library)
+    first, second = (
+        len(trace(run, tasks, parameters, cotangent, *inputs).operations) for tasks in (1, 2)
+    )
+    both = trace(run, 3, parameters, cotangent, *inputs, topology=topology, library=library)
     # A parameter as the stage reads it takes neither time nor memory.
-    is_same = [one.operation.operator == "identity" for one in both.operations]
+    is_same = [operation.operation.operator == "identity" for operation in both.operations]
     times = [
-        0.0 if is_it else one.seconds_s for one, is_it in zip(both.operations, is_same, strict=True)
+        0.0 if is_it else operation.seconds_s
+        for operation, is_it in zip(both.operations, is_same, strict=True)
     ]
-    read = {number for one in both.graph.operations[first:] for number in one.operands}
-    kept = [
+    read = {number for operation in both.graph.operations[first:] for number in operation.operands}
+    stored = [
         kind
-        for one, is_it in zip(both.operations[:first], is_same, strict=False)
+        for operation, is_it in zip(both.operations[:first], is_same, strict=False)
         if not is_it
-        for number, kind in zip(one.operation.results, one.results, strict=True)
+        for number, kind in zip(operation.operation.results, operation.results, strict=True)
         if number in read
     ]
     # The first stage's array is the caller's; that of another lies here for its sake.
-    array = None if is_first else type_of(given[0])
+    array = None if is_first else type_of(inputs[0])
     return StageCosts(
         sum(times[:first]),
         sum(times[first:second]),
         sum(times[second:]),
-        activation_bytes=max(held_bytes([array, *kept], both.ranks)),
+        activation_bytes=max(held_bytes([array, *stored], both.ranks)),
     )
 
 
@@ -159,7 +162,7 @@ class Pipeline:
                 "a tree of shardings for each, or None"
             )
         fits = len(self.specs) == len(self.stages) and all(
-            isinstance(one, ShardingSpec) for one in self.specs[1:]
+            isinstance(spec, ShardingSpec) for spec in self.specs[1:]
         )
         if not fits:
             raise SpecError(
@@ -170,8 +173,8 @@ class Pipeline:
     @cached_property
     def _passes(self) -> list[StagePasses]:
         return [
-            StagePasses(one, stage > 0, specs)
-            for stage, (one, specs) in enumerate(zip(self.stages, self._ends, strict=True))
+            StagePasses(function, stage > 0, specs)
+            for stage, (function, specs) in enumerate(zip(self.stages, self._ends, strict=True))
         ]
 
     @property
@@ -201,14 +204,14 @@ class Pipeline:
                 f"{len(microbatches)} microbatches for a schedule of "
                 f"{self.schedule.n_microbatches}; cut the batch otherwise"
             )
-        for number, one in enumerate(microbatches):
-            if not isinstance(one, list | tuple) or len(one) != 2:
+        for number, microbatch in enumerate(microbatches):
+            if not isinstance(microbatch, list | tuple) or len(microbatch) != 2:
                 raise UsageError(
-                    f"microbatch {number} of {type(one).__name__}; a pair of what the first stage "
-                    "takes and the last stage's targets was expected"
+                    f"microbatch {number} of {type(microbatch).__name__}; a pair of what the first "
+                    "stage takes and the last stage's targets was expected"
                 )
-        given = (leaf for _, leaf in leaves(list(parameters)) if isinstance(leaf, ArrayValue))
-        keeper = next((leaf.runner for leaf in given), runner_for())
+        arrays = (leaf for _, leaf in leaves(list(parameters)) if isinstance(leaf, ArrayValue))
+        keeper = next((leaf.runner for leaf in arrays), runner_for())
         boundaries = None
         if not keeper.has_every_shard:
             from reshard.spmd.programs.pipelines.boundaries import Boundaries
@@ -264,20 +267,24 @@ class Pipeline:
                 "devices, such as reshard.cost.load_preset('h100-8').topology()"
             )
         x, targets = microbatch
-        found = []
-        for number, (function, own) in enumerate(zip(self.stages, parameters, strict=True)):
+        stage_costs = []
+        for number, (function, stage_parameters) in enumerate(
+            zip(self.stages, parameters, strict=True)
+        ):
             is_last = number == len(self.stages) - 1
-            given = (x, targets) if is_last else (x,)
+            inputs = (x, targets) if is_last else (x,)
             ends = self._ends[number]
-            cost = _costs_of(function, own, given, ends, number == 0, topology, library)
+            cost = _costs_of(
+                function, stage_parameters, inputs, ends, number == 0, topology, library
+            )
             if not is_last:
-                (made,) = trace(function, own, x).outputs
+                (output,) = trace(function, stage_parameters, x).outputs
                 spec = self.specs[number + 1]
-                x = made if spec is None else made.with_spec(spec)
-                send_s = trace(placed, made, x.spec, topology=topology, library=library).seconds_s
+                x = output if spec is None else output.with_spec(spec)
+                send_s = trace(placed, output, x.spec, topology=topology, library=library).seconds_s
                 cost = replace(cost, send=send_s or 0.0)
-            found.append(cost)
-        return tuple(found)
+            stage_costs.append(cost)
+        return tuple(stage_costs)
 
     def _check_parameters(self, parameters: Sequence[Any]) -> None:
         if len(parameters) != len(self.stages):

@@ -115,12 +115,12 @@ class PipelineSchedule:
             return (PipelineTask(Work.FORWARD, stage - 1, microbatch),) if stage else ()
         if task.work is Work.BACKWARD_WEIGHTS:
             return (PipelineTask(Work.BACKWARD_INPUT, stage, microbatch),)
-        own = PipelineTask(Work.FORWARD, stage, microbatch)
+        forward = PipelineTask(Work.FORWARD, stage, microbatch)
         if stage == self.n_stages - 1:
-            return (own,)
+            return (forward,)
         split = (stage + 1, microbatch) in self.splits_backward
         after = Work.BACKWARD_INPUT if split else Work.BACKWARD
-        return own, PipelineTask(after, stage + 1, microbatch)
+        return forward, PipelineTask(after, stage + 1, microbatch)
 
     @cached_property
     def run_order(self) -> tuple[PipelineTask, ...]:
@@ -182,19 +182,19 @@ def _check_tasks(schedule: PipelineSchedule) -> None:
                     f"{task}: on rank {rank}.\nExpected it on rank "
                     f"{schedule.rank_of[task.stage]}, which has others of its stage."
                 )
-    given = Counter(task for line in schedule.tasks for task in line)
+    counts = Counter(task for line in schedule.tasks for task in line)
     expected = {
         PipelineTask(work, stage, microbatch)
         for stage in range(schedule.n_stages)
         for microbatch in range(schedule.n_microbatches)
         for work in _works(schedule, stage, microbatch)
     }
-    for task in sorted(given.keys() | expected, key=str):
-        wanted = int(task in expected)
-        if given[task] != wanted:
+    for task in sorted(counts.keys() | expected, key=str):
+        expected_count = int(task in expected)
+        if counts[task] != expected_count:
             raise PlanError(
-                f"{task}: {given[task]} times.\nExpected it {wanted} times: each stage has for "
-                "each microbatch one forward task, and one backward task or its two halves."
+                f"{task}: {counts[task]} times.\nExpected it {expected_count} times: each stage "
+                "has for each microbatch one forward task, and one backward task or its two halves."
             )
 
 
@@ -521,12 +521,12 @@ class Timetable:
         for line in self.schedule.tasks:
             held = peak = 0.0
             for task in line:
-                own = self.stage_costs[task.stage].activation_bytes
+                stored_bytes = self.stage_costs[task.stage].activation_bytes
                 if task.work is Work.FORWARD:
-                    held += own
+                    held += stored_bytes
                     peak = max(peak, held)
                 elif task.work is not Work.BACKWARD_INPUT:
-                    held -= own
+                    held -= stored_bytes
             peaks.append(peak)
         return tuple(peaks)
 

@@ -85,8 +85,8 @@ class RecordedStage:
         cotangent: int,
     ) -> None:
         self.whole, self.runner, self.passes = whole, runner, passes
-        made, slope, self.gradients = whole.returned
-        self.made: int = made.index
+        output, slope, self.gradients = whole.returned
+        self.made: int = output.index
         self.slope: int | None = None if slope is None else slope.index
         self.cotangent = cotangent
         self.kept = [self._find_kept(place) for place in range(len(passes))]
@@ -112,15 +112,15 @@ class RecordedStage:
         read = {number for n in later for number in self.passes[n].inputs}
         return read | {number for n in later if (number := self.returned[n]) is not None}
 
-    def graph_of(self, part: Graph, known: bool) -> Graph:
+    def graph_of(self, part: Graph, accumulates: bool) -> Graph:
         """Return the graph of a pass, from what it reads to what it makes and the gradients.
 
-        With `known` gradients, it takes these as well and returns the sums. Only the last pass
-        returns gradients.
+        If it `accumulates`, it takes earlier gradients as well and returns the sums. Only the last
+        pass returns gradients.
         """
         values, operations, inputs = list(part.values), list(part.operations), list(part.inputs)
         returned = self.gradient_numbers if part is self.passes[-1] else []
-        if known:
+        if accumulates:
             for place, number in enumerate(returned):
                 before, total = len(values), len(values) + 1
                 values += [replace(values[number], index=n) for n in (before, total)]
@@ -128,11 +128,13 @@ class RecordedStage:
                 rule = operator_of("add").rule([shape, shape])
                 add = Operation("add", (before, number), (total,), rule)
                 # As soon as the gradient is computed, so that it is freed early.
-                ready = [n + 1 for n, one in enumerate(operations) if number in one.results]
+                ready = [
+                    n + 1 for n, operation in enumerate(operations) if number in operation.results
+                ]
                 operations.insert(max(ready, default=0), add)
                 inputs.append(before)
                 returned[place] = total
-        read = {number for one in operations for number in one.operands}
+        read = {number for operation in operations for number in operation.operands}
         constants = {n: x for n, x in self.whole.constants.items() if n in read}
         inputs += constants
         outputs = (*part.outputs, *returned)
@@ -148,28 +150,30 @@ class RecordedStage:
             is_checked=True,
         )
 
-    def program(self, place: int, known: bool) -> tuple[Program, list[int]]:
+    def program(self, place: int, accumulates: bool) -> tuple[Program, list[int]]:
         """Return the program of a pass, and the places of its arguments that are donated.
 
-        With `known` gradients, it adds its own to these.
+        If it `accumulates`, it adds its gradients to earlier ones.
         """
-        found = self._programs.get((place, known))
-        if found is None:
+        cached = self._programs.get((place, accumulates))
+        if cached is None:
             part = self.passes[place]
             # Values of other passes and of the caller are kept: passes get objects of their own.
-            passed = {number for one in self.passes for number in one.outputs} | {self.cotangent}
+            passed = {number for other in self.passes for number in other.outputs} | {
+                self.cotangent
+            }
             passed -= {*self.kept[place], self.returned[place]}
             donated = [n for n, number in enumerate(part.inputs) if number in passed]
-            if known:
+            if accumulates:
                 count = len(self.gradient_numbers)
                 donated += range(len(part.inputs), len(part.inputs) + count)
-            graph = assign_shardings(simplify(self.graph_of(part, known)), "eager")
-            found = self._programs[place, known] = Program(graph), donated
-        return found
+            graph = assign_shardings(simplify(self.graph_of(part, accumulates)), "eager")
+            cached = self._programs[place, accumulates] = Program(graph), donated
+        return cached
 
 
 def record_stage(
-    function: Differentiated, own: Any, given: Sequence[Any], is_split: bool, runner: Runner
+    function: Differentiated, parameters: Any, inputs: Sequence[Any], is_split: bool, runner: Runner
 ) -> RecordedStage:
     """Record a stage for its parameters, its array and, for the last stage, targets.
 
@@ -180,31 +184,31 @@ def record_stage(
     """
     ends: list[int] = []
     cotangents: list[int] = []
-    found: list[GraphRecorder] = []
+    graph_recorders: list[GraphRecorder] = []
 
-    def run(own: Any, *given: Any) -> Any:
-        recorder = next(one for one in recorders if isinstance(one, GraphRecorder))
-        found.append(recorder)
-        made, back = function(own, *given)
-        if not isinstance(made, ArrayValue):
-            raise UsageError(f"a stage returned a {type(made).__name__}; one array was expected")
+    def run(parameters: Any, *inputs: Any) -> Any:
+        recorder = next(recorder for recorder in recorders if isinstance(recorder, GraphRecorder))
+        graph_recorders.append(recorder)
+        output, back = function(parameters, *inputs)
+        if not isinstance(output, ArrayValue):
+            raise UsageError(f"a stage returned a {type(output).__name__}; one array was expected")
         ends.append(len(recorder.operations))
-        kind = settled(made.type)
+        kind = settled(output.type)
         cotangent = as_abstract(recorder.runner, kind)
         cotangents.append(recorder.input(cotangent, kind, "cotangent").index)
         slope, rest = back(cotangent)
         if is_split:
             ends.append(len(recorder.operations))
-        return made, slope, rest()
+        return output, slope, rest()
 
     with unrecorded():
-        whole = record(run, [own, *given], has_others=True)
-    made, slope, gradients = whole.returned
-    returned = [_numbers(made), _numbers(slope), []][: len(ends) + 1]
-    wanted = {number for tree in whole.returned for number in _numbers(tree)}
-    if not wanted.isdisjoint(whole.constants):
+        whole = record(run, [parameters, *inputs], has_others=True)
+    output, slope, gradients = whole.returned
+    returned = [_numbers(output), _numbers(slope), []][: len(ends) + 1]
+    returned_numbers = {number for tree in whole.returned for number in _numbers(tree)}
+    if not returned_numbers.isdisjoint(whole.constants):
         raise UsageError("a stage returned an array that it was not given")
-    specs = [None if kind is None else kind.spec for kind in found[0].types]
+    specs = [None if kind is None else kind.spec for kind in graph_recorders[0].types]
     passes = _split(whole.with_shardings(specs), ends, returned, _numbers(gradients))
     return RecordedStage(whole, runner, passes, cotangents[0])
 
@@ -223,21 +227,21 @@ def _split(
 
     Each pass returns some values, and the last pass the gradients, too.
     """
-    own: list[list[Operation]] = [[] for _ in returned]
+    pass_operations: list[list[Operation]] = [[] for _ in returned]
     needed = {number for some in (*returned, gradients) for number in some}
     for place, operation in reversed(list(enumerate(whole.operations))):
         if needed.intersection(operation.results):
             needed.update(operation.operands)
             # An end is a count of operations: the operation at that place is the next pass's first.
-            own[bisect_right(ends, place)].insert(0, operation)
+            pass_operations[bisect_right(ends, place)].insert(0, operation)
     passes: list[Graph] = []
     after: set[int] = set()
     ending = {*gradients}
-    for operations, some in zip(reversed(own), reversed(returned), strict=True):
-        made = {number for one in operations for number in one.results}
-        read = {number for one in operations for number in one.operands}
-        reads = (read | ending | {*some}) - made - whole.constants.keys()
-        makes = tuple(sorted(made & (after | {*some})))
+    for operations, some in zip(reversed(pass_operations), reversed(returned), strict=True):
+        computed = {number for operation in operations for number in operation.results}
+        read = {number for operation in operations for number in operation.operands}
+        reads = (read | ending | {*some}) - computed - whole.constants.keys()
+        makes = tuple(sorted(computed & (after | {*some})))
         part = Graph(whole.values, tuple(sorted(reads)), tuple(operations), makes, is_checked=True)
         passes.insert(0, part)
         after |= {*reads, *some}
@@ -254,11 +258,11 @@ class ProgramPass:
         self._run(0)
         self.made = self._take(0, self._stage.made)
 
-    def go_back(self, cotangent: Any, known: Any) -> tuple[Any, Any]:
-        """Return the cotangent of the stage's array, and gradients added to those `known`."""
+    def go_back(self, cotangent: Any, accumulated: Any) -> tuple[Any, Any]:
+        """Return the cotangent of the stage's array, and the gradients `accumulated` so far."""
         self._enter(cotangent)
-        found = self._run(1, known)
-        return self._slope(), self._in_places(found)
+        gradients = self._run(1, accumulated)
+        return self._slope(), self._in_places(gradients)
 
     def go_back_to_input(self, cotangent: Any) -> Any:
         """Return the cotangent of the stage's array; None for the first stage's."""
@@ -266,9 +270,9 @@ class ProgramPass:
         self._run(1)
         return self._slope()
 
-    def find_gradients(self, known: Any) -> Any:
-        """Return gradients added to those `known`, after `go_back_to_input`."""
-        return self._in_places(self._run(2, known))
+    def find_gradients(self, accumulated: Any) -> Any:
+        """Return the gradients `accumulated` so far, after `go_back_to_input`."""
+        return self._in_places(self._run(2, accumulated))
 
     def _enter(self, cotangent: Any) -> None:
         self.made = None
@@ -286,20 +290,20 @@ class ProgramPass:
     def _in_places(self, gradients: Sequence[Any]) -> Any:
         return filled_in_order([self._stage.gradients], gradients)[0]
 
-    def _run(self, place: int, known: Any = None) -> Sequence[Any]:
+    def _run(self, place: int, accumulated: Any = None) -> Sequence[Any]:
         """Return the gradients, of the last pass; of others nothing."""
         part, values = self._stage.passes[place], self._values
-        program, donated = self._stage.program(place, known is not None)
-        given = [values[number] for number in part.inputs]
-        given += [_another(leaf) for _, leaf in leaves([known]) if leaf is not None]
+        program, donated = self._stage.program(place, accumulated is not None)
+        arguments = [values[number] for number in part.inputs]
+        arguments += [_another(leaf) for _, leaf in leaves([accumulated]) if leaf is not None]
         # A returned value may be an argument.
         # Before the program runs, so that nothing else keeps what it frees.
         for number in values.keys() - self._stage.kept[place] - {self._stage.returned[place]}:
             del values[number]
-        made = program.run(given, self._stage.runner, donated)
+        outputs = program.run(arguments, self._stage.runner, donated)
         # Gradients follow the outputs.
-        values.update(zip(part.outputs, made, strict=False))
-        gradients: Sequence[Any] = made[len(part.outputs) :]
+        values.update(zip(part.outputs, outputs, strict=False))
+        gradients: Sequence[Any] = outputs[len(part.outputs) :]
         return gradients
 
 
@@ -329,67 +333,71 @@ class StagePasses:
         self._programs: dict[Any, RecordedStage | None] = {}
         self._lock = RLock()
 
-    def begin(self, own: Any, given: Sequence[Any], is_split: bool) -> ProgramPass | _EagerPass:
+    def begin(
+        self, parameters: Any, inputs: Sequence[Any], is_split: bool
+    ) -> ProgramPass | _EagerPass:
         """Return a forward pass.
 
         Args:
-            own: the stage's parameters.
-            given: its array, and the targets where it takes them.
+            parameters: the stage's parameters.
+            inputs: its array, and the targets if it takes them.
             is_split: whether the backward pass is two tasks.
 
         Raises what the function does.
         """
         arrays: list[Any] = []
-        stage = None if recorders else self._find_programs(own, given, is_split, arrays)
+        stage = None if recorders else self._find_programs(parameters, inputs, is_split, arrays)
         if stage is None:
-            return _EagerPass(*self._differentiate(is_split)(own, *given))
+            return _EagerPass(*self._differentiate(is_split)(parameters, *inputs))
         return ProgramPass(stage, arrays)
 
     def _find_programs(
-        self, own: Any, given: Sequence[Any], is_split: bool, arrays: list[Any]
+        self, parameters: Any, inputs: Sequence[Any], is_split: bool, arrays: list[Any]
     ) -> RecordedStage | None:
         """Return the stage recorded for arguments of a kind, and append the arrays among them."""
         key: list[Any] = [is_split]
         try:
-            read_kind([own, *given], key, arrays)
+            read_kind([parameters, *inputs], key, arrays)
         except ReshardError:
             return None
-        runners = [one.runner for one in arrays if isinstance(one, ShardedArray)]
-        if any(one.is_abstract for one in runners):
+        runners = [array.runner for array in arrays if isinstance(array, ShardedArray)]
+        if any(runner.is_abstract for runner in runners):
             return None
         runner = runners[0] if runners else runner_for(*arrays[:1])
-        whole = (*key, runner)
+        program_key = (*key, runner)
         with self._lock:
-            if whole not in self._programs:
+            if program_key not in self._programs:
                 try:
                     function = self._differentiate(is_split)
-                    self._programs[whole] = record_stage(function, own, given, is_split, runner)
+                    self._programs[program_key] = record_stage(
+                        function, parameters, inputs, is_split, runner
+                    )
                 except ReshardError:
                     # An error of the function is raised again operation by operation.
-                    self._programs[whole] = None
-            return self._programs[whole]
+                    self._programs[program_key] = None
+            return self._programs[program_key]
 
     def _differentiate(self, is_split: bool) -> Differentiated:
         """Return the stage with its backward pass, as a function of its parameters and inputs."""
         function, specs = self._function, self._specs
 
-        def differentiated(own: Any, x: Any, *more: Any) -> tuple[Any, Back]:
+        def differentiated(parameters: Any, x: Any, *more: Any) -> tuple[Any, Back]:
             # Tokens have no gradients, and nobody asks for those of others.
             if is_split and self._has_gradient:
-                return vjp_in_two(lambda p, x: function(p, x, *more), own, x, specs)
+                return vjp_in_two(lambda p, x: function(p, x, *more), parameters, x, specs)
             if is_split:
-                return vjp_in_two(lambda p: function(p, x, *more), own, None, specs)
+                return vjp_in_two(lambda p: function(p, x, *more), parameters, None, specs)
             if self._has_gradient:
-                made, pullback = vjp(lambda p, x: function(p, x, *more), own, x)
+                output, pullback = vjp(lambda p, x: function(p, x, *more), parameters, x)
             else:
-                made, pullback = vjp(lambda p: function(p, x, *more), own)
-            wanted = None if specs is None else (specs, None)[: 1 + self._has_gradient]
+                output, pullback = vjp(lambda p: function(p, x, *more), parameters)
+            gradient_specs = None if specs is None else (specs, None)[: 1 + self._has_gradient]
 
             def back(cotangent: Any) -> tuple[Any, Callable[[], Any]]:
-                gradients, *slopes = pullback(cotangent, specs=wanted)
+                gradients, *slopes = pullback(cotangent, specs=gradient_specs)
                 return (slopes[0] if slopes else None), lambda: gradients
 
-            return made, back
+            return output, back
 
         return differentiated
 
@@ -402,23 +410,23 @@ class _EagerPass:
     _back: Back
     _rest: Callable[[], Any] = lambda: None
 
-    def go_back(self, cotangent: Any, known: Any) -> tuple[Any, Any]:
-        return self.go_back_to_input(cotangent), self.find_gradients(known)
+    def go_back(self, cotangent: Any, accumulated: Any) -> tuple[Any, Any]:
+        return self.go_back_to_input(cotangent), self.find_gradients(accumulated)
 
     def go_back_to_input(self, cotangent: Any) -> Any:
         slope, self._rest = self._back(cotangent)
         return slope
 
-    def find_gradients(self, known: Any) -> Any:
-        found = self._rest()
-        if known is None:
-            return found
-        before = iter([leaf for _, leaf in leaves([known])])
-        return replaced([found], lambda leaf: _sum(next(before), leaf))[0]
+    def find_gradients(self, accumulated: Any) -> Any:
+        gradients = self._rest()
+        if accumulated is None:
+            return gradients
+        before = iter([leaf for _, leaf in leaves([accumulated])])
+        return replaced([gradients], lambda leaf: _sum(next(before), leaf))[0]
 
 
-def _sum(one: Any, other: Any) -> Any:
-    return other if one is None else one if other is None else one + other
+def _sum(left: Any, right: Any) -> Any:
+    return right if left is None else left if right is None else left + right
 
 
 @dataclass
@@ -465,22 +473,24 @@ class PipelineRun:
                 for task in own_tasks:
                     self.do(task)
         total = None
-        for one in self.losses:
-            total = one if total is None else total + one
-        loss = None if total is None else total / len(self.losses)
-        return loss, [self.gradients.get(stage) for stage in range(len(self.stages))]
+        for loss in self.losses:
+            total = loss if total is None else total + loss
+        mean = None if total is None else total / len(self.losses)
+        return mean, [self.gradients.get(stage) for stage in range(len(self.stages))]
 
     def do(self, task: PipelineTask) -> None:
         """Run a task, and move its result to the stage that takes it."""
         stage, microbatch = task.stage, task.microbatch
         if task.work is Work.FORWARD:
-            made = self._go_forward(stage, microbatch)
+            output = self._go_forward(stage, microbatch)
             if stage < len(self.stages) - 1:
-                self._bring_forward(stage, microbatch, made)
+                self._bring_forward(stage, microbatch, output)
             return
-        known = self.gradients.pop(stage, None) if task.work is not Work.BACKWARD_INPUT else None
+        accumulated = (
+            self.gradients.pop(stage, None) if task.work is not Work.BACKWARD_INPUT else None
+        )
         if task.work is Work.BACKWARD_WEIGHTS:
-            self.gradients[stage] = self.held.pop((stage, microbatch)).find_gradients(known)
+            self.gradients[stage] = self.held.pop((stage, microbatch)).find_gradients(accumulated)
             return
         after = self._boundary(stage)
         if after is None:
@@ -488,8 +498,8 @@ class PipelineRun:
         else:
             cotangent = after.take((microbatch, True))
         if task.work is Work.BACKWARD:
-            slope, found = self.held.pop((stage, microbatch)).go_back(cotangent, known)
-            self.gradients[stage] = found
+            slope, gradients = self.held.pop((stage, microbatch)).go_back(cotangent, accumulated)
+            self.gradients[stage] = gradients
         else:
             slope = self.held[stage, microbatch].go_back_to_input(cotangent)
         if stage:
@@ -509,31 +519,31 @@ class PipelineRun:
                 x = self.inputs.pop((stage, microbatch))
             else:
                 x = before.take((microbatch, False))
-        given = (x, targets) if is_last else (x,)
+        inputs = (x, targets) if is_last else (x,)
         is_split = (stage, microbatch) in self.schedule.splits_backward
-        begun = self.stages[stage].begin(self.parameters[stage], given, is_split)
-        made = begun.made
-        if not isinstance(made, ArrayValue) or (is_last and made.type.shape != ()):
+        begun = self.stages[stage].begin(self.parameters[stage], inputs, is_split)
+        output = begun.made
+        if not isinstance(output, ArrayValue) or (is_last and output.type.shape != ()):
             expected = "the loss, an array without dimensions" if is_last else "one array"
             raise UsageError(
-                f"stage {stage} returned {getattr(made, 'type', type(made).__name__)}; {expected}, "
-                "was expected"
+                f"stage {stage} returned {getattr(output, 'type', type(output).__name__)}; "
+                f"{expected}, was expected"
             )
         self.held[stage, microbatch] = begun
         if is_last:
-            self.losses.append(made)
-            self.cotangents[stage, microbatch] = full_like(made, 1 / len(self.microbatches))
-        return made
+            self.losses.append(output)
+            self.cotangents[stage, microbatch] = full_like(output, 1 / len(self.microbatches))
+        return output
 
-    def _bring_forward(self, stage: int, microbatch: int, made: Any) -> None:
+    def _bring_forward(self, stage: int, microbatch: int, output: Any) -> None:
         """Move the output of a stage to the mesh of the next."""
         after = self._boundary(stage)
         if after is not None:
-            after.begin((microbatch, False), made)
+            after.begin((microbatch, False), output)
             return
         spec = self.specs[stage + 1]
-        self.origins[stage + 1, microbatch] = made.type.spec
-        self.inputs[stage + 1, microbatch] = made if spec is None else placed(made, spec)
+        self.origins[stage + 1, microbatch] = output.type.spec
+        self.inputs[stage + 1, microbatch] = output if spec is None else placed(output, spec)
 
     def _bring_back(self, stage: int, microbatch: int, slope: Any) -> None:
         """Move the cotangent of a stage's input to where the previous stage made that."""

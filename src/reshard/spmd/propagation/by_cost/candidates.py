@@ -66,7 +66,7 @@ class RunOption:
         cls,
         rule: OpShardingRule,
         cuts: tuple[Parts, ...],
-        kept: Parts = (),
+        carried: Parts = (),
         partial: Collection[int] = (),
         reduction: str = "sum",
     ) -> RunOption:
@@ -75,13 +75,13 @@ class RunOption:
         Args:
             rule: of the operator.
             cuts: axes of each factor.
-            kept: axes along which contributions are carried through.
+            carried: axes along which contributions are carried through.
             partial: positions of the operands that have those.
             reduction: how those combine.
         """
         reads = tuple(
             [
-                _make_sharding(mapping, rule, cuts, kept if place in partial else (), reduction)
+                _make_sharding(mapping, rule, cuts, carried if place in partial else (), reduction)
                 for place, mapping in enumerate(rule.operands)
             ]
         )
@@ -89,7 +89,7 @@ class RunOption:
         for mapping, contributed in zip(rule.results, rule.contributed, strict=True):
             reduced = tuple(part for factor in contributed for part in cuts[factor])
             axes: Parts = ()
-            for part in sorted((*kept, *reduced)):
+            for part in sorted((*carried, *reduced)):
                 axes = joined(axes, part)
             operator = rule.reduction_operator if reduced else reduction
             makes.append(_make_sharding(mapping, rule, cuts, axes, operator))
@@ -131,14 +131,14 @@ def pieces_of(shardings: Iterable[Sharding]) -> Parts:
     for sharding in shardings:
         for part in (*itertools.chain.from_iterable(sharding.dims), *sharding.partial):
             bounds.setdefault(part[0], set()).update((part[1], part[1] * part[2]))
-    found: list[Part] = []
+    pieces: list[Part] = []
     for axis, numbers in sorted(bounds.items()):
         ordered = sorted(numbers)
         if any(high % low for low, high in itertools.pairwise(ordered)):
             # No split has them all, so the axis is used as a whole.
             ordered = [ordered[0], ordered[-1]]
-        found += [(axis, low, high // low, 0) for low, high in itertools.pairwise(ordered)]
-    return tuple(found)
+        pieces += [(axis, low, high // low, 0) for low, high in itertools.pairwise(ordered)]
+    return tuple(pieces)
 
 
 def every_piece(pieces: Parts, mesh: DeviceMesh) -> Parts:
@@ -171,7 +171,7 @@ def ways_of(
     operation: Operation,
     shapes: Sequence[tuple[int, ...]],
     pieces: Parts,
-    known: Sequence[Sequence[Sharding]],
+    known_shardings: Sequence[Sequence[Sharding]],
     mesh: DeviceMesh,
     reductions: Sequence[str] = ("sum",),
     in_any_order: bool = False,
@@ -182,7 +182,7 @@ def ways_of(
         operation: of the graph.
         shapes: of its operands, then of its results.
         pieces: of the mesh's axes.
-        known: the shardings of its tensors, by other strategies: a list for each strategy.
+        known_shardings: for each other strategy, the shardings of the operation's tensors.
         mesh: whose axes they are.
         reductions: how contributions that may be carried through combine.
         in_any_order: whether pieces cut a factor in any order, not in that of the mesh alone.
@@ -190,32 +190,32 @@ def ways_of(
     rule = operation.rule
     # First the operator on whole operands, which is always possible, then as other strategies run
     # it: neither is lost where the list is cut off at MAX_WAYS.
-    found: dict[RunOption, None] = {RunOption.of(rule, ((),) * len(rule.sizes)): None}
+    ways: dict[RunOption, None] = {RunOption.of(rule, ((),) * len(rule.sizes)): None}
     elements = [_count_parts(shape) for shape in shapes]
-    for shardings in known:
+    for shardings in known_shardings:
         tensors = [
             collected(mapping, rule.sizes, sharding, frozenset(), closed_if_missing=True)
             for mapping, sharding in zip(rule.tensors, shardings, strict=True)
         ]
         cuts = tuple(common_axes(rule, tensors, elements, mesh))
         if _may_run(rule, cuts, _find_cuttable(rule, tuple(shapes))):
-            found[RunOption.of(rule, cuts)] = None
+            ways[RunOption.of(rule, cuts)] = None
     for way in _list_placed(operation, tuple(shapes), pieces, mesh):
-        found.setdefault(way)
+        ways.setdefault(way)
     carried = _find_carried(operation, len(rule.operands), reductions)
     for way in _list_ways(rule, tuple(shapes), pieces, carried, in_any_order):
-        found.setdefault(way)
-        if len(found) >= MAX_WAYS:
+        ways.setdefault(way)
+        if len(ways) >= MAX_WAYS:
             break
-    return list(found)
+    return list(ways)
 
 
 def _list_placed(
     operation: Operation, shapes: tuple[tuple[int, ...], ...], pieces: Parts, mesh: DeviceMesh
 ) -> Iterator[RunOption]:
     """Yield the ways that need halos: those that shard dimensions which windows reach over."""
-    known, rule = operators.get(operation.operator), operation.rule
-    if known is None or known.placed is None:
+    operator, rule = operators.get(operation.operator), operation.rule
+    if operator is None or operator.placed is None:
         return
     table, count = AxisTable.of(mesh), len(rule.operands)
     cuttable = _find_cuttable(rule, shapes)
@@ -229,17 +229,17 @@ def _list_placed(
             continue
         way = RunOption.of(rule, tuple(cuts))
         specs = [*map(table.decoded, way.reads)]
-        placed = known.placed(specs, shapes[:count], operation.attributes)
+        placed = operator.placed(specs, shapes[:count], operation.attributes)
         if placed is not None:
             runs_with, makes = (tuple(map(table.encoded, some)) for some in placed)
             yield RunOption(way.cuts, way.reads, makes, runs_with)
 
 
 def _count_parts(shape: Sequence[int]) -> int:
-    found = 1
+    count = 1
     for size in shape:
-        found *= size
-    return found
+        count *= size
+    return count
 
 
 Carried = tuple[tuple[str, tuple[int, ...]], ...]
@@ -247,13 +247,13 @@ Carried = tuple[tuple[str, tuple[int, ...]], ...]
 
 def _find_carried(operation: Operation, count: int, reductions: Sequence[str]) -> Carried:
     """Return reductions, each with operands that may have such contributions together."""
-    known = operators.get(operation.operator)
-    if known is None:
+    operator = operators.get(operation.operator)
+    if operator is None:
         return ()
     return tuple(
         (reduction, operands)
         for reduction in reductions
-        for operands in known.partial_operands(count, reduction, **operation.attributes)
+        for operands in operator.partial_operands(count, reduction, **operation.attributes)
     )
 
 
@@ -269,7 +269,7 @@ def _find_cuttable(rule: OpShardingRule, shapes: tuple[tuple[int, ...], ...]) ->
     of_results = [{factor for dim in mapping for factor in dim} for mapping in rule.results]
     of_operands = {factor for mapping in rule.operands for dim in mapping for factor in dim}
     for factor in range(len(rule.sizes)):
-        if factor not in rule.reduction and not all(factor in one for one in of_results):
+        if factor not in rule.reduction and not all(factor in factors for factors in of_results):
             whole.add(factor)
         # A device computes all of a factor that only results have, as of a broadcast, and slices
         # it afterwards.
@@ -288,7 +288,9 @@ def _may_run(rule: OpShardingRule, cuts: Sequence[Parts], cuttable: frozenset[in
             return False
         # A mean of means, and a maximum of nothing, are not the whole's.
         is_exact = factor in rule.reduction and rule.reduction_operator != "sum"
-        is_compound = any(factor in dim and len(dim) > 1 for one in rule.tensors for dim in one)
+        is_compound = any(
+            factor in dim and len(dim) > 1 for mapping in rule.tensors for dim in mapping
+        )
         if size % shards and (is_exact or is_compound):
             return False
     # Within a dimension, a factor may be cut where all before it are cut to single indices.
@@ -320,62 +322,67 @@ def _list_ways(
         for number, (reduction, _) in enumerate(carried)
         if not rule.reduction or rule.reduction_operator == reduction
     ]
-    found: dict[RunOption, None] = {}
+    ways: dict[RunOption, None] = {}
     for ordered in itertools.permutations(pieces) if in_any_order else [pieces]:
         # Each piece of the axes is unused, or belongs to a factor or to contributions of operands.
         for chosen in itertools.product(places, repeat=len(ordered)):
             cuts: list[Parts] = [()] * len(rule.sizes)
-            kept: dict[int, Parts] = {}
+            carried_axes: dict[int, Parts] = {}
             for piece, (kind, number) in zip(ordered, chosen, strict=True):
                 if kind == "factor":
                     cuts[number] = joined(cuts[number], piece)
                 elif kind == "carried":
-                    kept[number] = joined(kept.get(number, ()), piece)
-            if len(kept) > 1 or not _may_run(rule, cuts, cuttable):
+                    carried_axes[number] = joined(carried_axes.get(number, ()), piece)
+            if len(carried_axes) > 1 or not _may_run(rule, cuts, cuttable):
                 continue
-            number, axes = next(iter(kept.items()), (0, ()))
+            number, axes = next(iter(carried_axes.items()), (0, ()))
             reduction, operands = carried[number] if axes else ("sum", ())
             way = RunOption.of(rule, tuple(cuts), tuple(sorted(axes)), operands, reduction)
-            found[way] = None
-            if len(found) >= MAX_WAYS:
-                return tuple(found)
-    return tuple(found)
+            ways[way] = None
+            if len(ways) >= MAX_WAYS:
+                return tuple(ways)
+    return tuple(ways)
 
 
 def shardings_of(
-    given: Sharding | None, around: Iterable[Sharding], known: Iterable[Sharding], is_output: bool
+    annotation: Sharding | None,
+    around: Iterable[Sharding],
+    known_shardings: Iterable[Sharding],
+    is_output: bool,
 ) -> list[Sharding]:
     """Return the shardings that a value may have.
 
     Args:
-        given: its annotation.
+        annotation: its annotation, or None.
         around: what operators around it would read or make.
-        known: what other strategies give it.
+        known_shardings: its shardings by other strategies.
         is_output: whether the function returns it: no contributions then.
     """
-    found: dict[Sharding, None] = {}
-    if given is not None:
-        found[given] = None
-        if all(given.is_closed):
-            return list(found)
-    for sharding in itertools.chain(known, around):
+    candidates: dict[Sharding, None] = {}
+    if annotation is not None:
+        candidates[annotation] = None
+        if all(annotation.is_closed):
+            return list(candidates)
+    for sharding in itertools.chain(known_shardings, around):
         closed = sharding.plain
         # An open annotation may be extended; a closed annotation was returned above.
-        if given is not None and not _extends(closed, given):
+        if annotation is not None and not _extends(closed, annotation):
             continue
         if is_output and closed.partial:
             continue
-        found.setdefault(closed)
-        if len(found) >= MAX_SHARDINGS:
+        candidates.setdefault(closed)
+        if len(candidates) >= MAX_SHARDINGS:
             break
-    return list(found)
+    return list(candidates)
 
 
-def _extends(sharding: Sharding, given: Sharding) -> bool:
+def _extends(sharding: Sharding, annotation: Sharding) -> bool:
     """Return whether a sharding keeps an annotation, and cuts further only where that is open."""
-    taken = (*given.replicated, *given.partial)
-    return sharding.partial == given.partial and all(
+    taken = (*annotation.replicated, *annotation.partial)
+    return sharding.partial == annotation.partial and all(
         (new == old if is_closed else new[: len(old)] == old)
         and all(part[0] not in {other[0] for other in taken} for part in new[len(old) :])
-        for new, old, is_closed in zip(sharding.dims, given.dims, given.is_closed, strict=True)
+        for new, old, is_closed in zip(
+            sharding.dims, annotation.dims, annotation.is_closed, strict=True
+        )
     )

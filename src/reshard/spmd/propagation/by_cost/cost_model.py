@@ -118,7 +118,7 @@ def least_s(
     >>> least_s(device, 1e9, 1e6, ["float32"]), least_s(device, 1e6, 1e9, ["float32"])
     (0.0001, 0.001)
     """
-    names = {one.name if isinstance(one, DType) else one for one in dtypes}
+    names = {dtype.name if isinstance(dtype, DType) else dtype for dtype in dtypes}
     # Sorted, so that the order is the same on every machine.
     rates = [device.operations_for(name) for name in sorted(names)]
     slowest = min((rate for rate in rates if rate is not None), default=math.inf)
@@ -157,7 +157,7 @@ class PartBits:
 
     def of_partial(self, shardings: Iterable[Sharding]) -> BitArray:
         """Return the bits of the axes along which each sharding is partial."""
-        return np.array([self.of(one.partial) for one in shardings], dtype=self.dtype)
+        return np.array([self.of(sharding.partial) for sharding in shardings], dtype=self.dtype)
 
     def parts(self, mask: int) -> Parts:
         """Return the parts whose bits are set, in the order of the mesh."""
@@ -166,8 +166,8 @@ class PartBits:
     def sizes(self, masks: BitArray) -> IntArray:
         """Return the number of shards that each set of parts makes."""
         different, place = np.unique(masks, return_inverse=True)
-        found = [size_of(self.parts(mask)) for mask in different.tolist()]
-        return np.array(found, dtype=np.int64)[place].reshape(masks.shape)
+        sizes = [size_of(self.parts(mask)) for mask in different.tolist()]
+        return np.array(sizes, dtype=np.int64)[place].reshape(masks.shape)
 
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
@@ -211,16 +211,16 @@ class Machine:
     @property
     def device(self) -> Device:
         """How fast each rank computes."""
-        known = None if self.topology is None else self.topology.device
-        found = known or load_preset("h100-8").device
-        if found is None:
+        described = None if self.topology is None else self.topology.device
+        device = described or load_preset("h100-8").device
+        if device is None:
             raise LayoutError("preset h100-8 says nothing of devices; give a topology that does")
         if self.operations_per_s is self.memory_bytes_per_s is None:
-            return found
-        rates = found.operations_per_s
+            return device
+        rates = device.operations_per_s
         if self.operations_per_s is not None:
             rates = (("any", self.operations_per_s),)
-        return Device(self.memory_bytes_per_s or found.memory_bytes_per_s, rates)
+        return Device(self.memory_bytes_per_s or device.memory_bytes_per_s, rates)
 
     def topology_for(self, mesh: DeviceMesh) -> Topology:
         """Return the links between the mesh's ranks."""
@@ -293,7 +293,10 @@ class CostModel:
             coming |= came[rows][:, columns]
         # 2. Contributions that remain, and those that are combined.
         partial, remaining = bits.of_partial(sources), bits.of_partial(targets)
-        is_same = _compare([one.reduction for one in sources], [one.reduction for one in targets])
+        is_same = _compare(
+            [sharding.reduction for sharding in sources],
+            [sharding.reduction for sharding in targets],
+        )
         reduced = partial[:, None] & ~np.where(is_same, remaining, 0)
         # Axes that nothing else uses cut at once, and all that follows is of what is left.
         held_bytes = _local_bytes(shape, sources, itemsize_bytes)[:, None]
@@ -329,66 +332,71 @@ class CostModel:
         """Return the bounds from each of some shardings, a row, to each of others, a column."""
         # An entry a device: the elements of its target part, and those of it that it has already.
         count = self.table.mesh.size
-        wanted = np.ones((len(targets), count), dtype=np.int64)
+        target_sizes = np.ones((len(targets), count), dtype=np.int64)
         there = np.ones((len(sources), len(targets), count), dtype=np.int64)
         for dim, size in enumerate(shape):
             olds, rows = _number_cuts(sources, dim)
             news, columns = _number_cuts(targets, dim)
             low, high = self._stack_ranges(olds, size)
             first, last = self._stack_ranges(news, size)
-            wanted *= (last - first)[columns]
+            target_sizes *= (last - first)[columns]
             common = np.minimum(high[:, None], last) - np.maximum(low[:, None], first)
             there *= np.maximum(common, 0)[rows][:, columns]
-        given, rows = _number_kinds(sources)
-        asked, columns = _number_kinds(targets)
-        needs = np.array([[self._find_needs(one, other) for other in asked] for one in given])
+        source_kinds, rows = _number_kinds(sources)
+        target_kinds, columns = _number_kinds(targets)
+        needs = np.array(
+            [
+                [self._find_needs(source, target) for target in target_kinds]
+                for source in source_kinds
+            ]
+        )
         is_needed, is_own = np.moveaxis(needs, 2, 0)[:, rows][:, :, columns]
-        most = (wanted * is_needed - there * is_own).max(axis=2)
-        latency_s, bandwidth_bytes_per_s = self._find_quickest
-        found = np.where(most > 0, latency_s + most * itemsize_bytes / bandwidth_bytes_per_s, 0.0)
+        most = (target_sizes * is_needed - there * is_own).max(axis=2)
+        latency_s, bandwidth_bytes_per_s = self._fastest_link
+        bounds = np.where(most > 0, latency_s + most * itemsize_bytes / bandwidth_bytes_per_s, 0.0)
         # Levels with a rule of their own lie elsewhere than these ranges.
-        found[[_has_levels(one) for one in sources]] = 0.0
-        found[:, [_has_levels(one) for one in targets]] = 0.0
-        found[_find_alike(sources, targets)] = 0.0
-        return found
+        bounds[[_has_levels(sharding) for sharding in sources]] = 0.0
+        bounds[:, [_has_levels(sharding) for sharding in targets]] = 0.0
+        bounds[_find_alike(sources, targets)] = 0.0
+        return bounds
 
     def _find_needs(self, source: Contributed, target: Contributed) -> tuple[BoolArray, BoolArray]:
         """Return whether each device needs any contribution, and whether only its own."""
-        (axes, reduction), (wanted_axes, wanted_reduction) = source, target
+        (axes, reduction), (target_axes, target_reduction) = source, target
         # As `contribution_sources` has it: which contributions become which.
-        own, _ = self._find_ranges(axes, size_of(axes))
-        wanted, _ = self._find_ranges(wanted_axes, size_of(wanted_axes))
+        source_parts, _ = self._find_ranges(axes, size_of(axes))
+        target_parts, _ = self._find_ranges(target_axes, size_of(target_axes))
         goes_to = np.zeros(size_of(axes), dtype=np.int64)
-        if not axes or reduction == wanted_reduction:
-            votes = np.zeros((size_of(axes), size_of(wanted_axes)), dtype=np.int64)
-            np.add.at(votes, (own, wanted), 1)
+        if not axes or reduction == target_reduction:
+            votes = np.zeros((size_of(axes), size_of(target_axes)), dtype=np.int64)
+            np.add.at(votes, (source_parts, target_parts), 1)
             goes_to = votes.argmax(axis=1)
-        count = np.bincount(goes_to, minlength=size_of(wanted_axes))[wanted]
-        if wanted_reduction == "mean" and reduction != "mean":
+        count = np.bincount(goes_to, minlength=size_of(target_axes))[target_parts]
+        if target_reduction == "mean" and reduction != "mean":
             return np.ones_like(count, dtype=bool), np.full_like(count, not axes, dtype=bool)
-        return count > 0, (count == 1) & (goes_to[own] == wanted)
+        return count > 0, (count == 1) & (goes_to[source_parts] == target_parts)
 
     def _stack_ranges(self, cuts: Sequence[Parts], size: int) -> tuple[IntArray, IntArray]:
-        found = [self._find_ranges(axes, size) for axes in cuts]
-        return np.stack([low for low, _ in found]), np.stack([high for _, high in found])
+        ranges = [self._find_ranges(axes, size) for axes in cuts]
+        return np.stack([low for low, _ in ranges]), np.stack([high for _, high in ranges])
 
     def _find_ranges(self, axes: Parts, size: int) -> tuple[IntArray, IntArray]:
         """Return where each device's part of a dimension begins and ends."""
-        found = self._of_devices.get((axes, size))
-        if found is None:
+        ranges = self._of_devices.get((axes, size))
+        if ranges is None:
             mesh = self.table.mesh
             # The number of each device's part, in digits of mixed radix: its coordinates along the
             # axes.
             place = np.zeros(mesh.size, dtype=np.int64)
             for axis, pre, count, _ in axes:
-                own = np.indices(mesh.shape)[axis].reshape(-1)
-                place = place * count + own // (mesh.shape[axis] // (pre * count)) % count
+                coordinates = np.indices(mesh.shape)[axis].reshape(-1)
+                place = place * count + coordinates // (mesh.shape[axis] // (pre * count)) % count
             each = -(-size // size_of(axes))
             low = np.minimum(place * each, size)
             if len(self._of_devices) >= MAX_CACHED:
                 self._of_devices.clear()
-            found = self._of_devices[axes, size] = (low, np.minimum(low + each, size))
-        return found
+            ranges = self._of_devices[axes, size] = (low, np.minimum(low + each, size))
+        return ranges
 
     @cached_property
     def _topology(self) -> Topology:
@@ -399,15 +407,15 @@ class CostModel:
         return self.machine.device
 
     @cached_property
-    def _find_quickest(self) -> tuple[float, float]:
+    def _fastest_link(self) -> tuple[float, float]:
         """The least latency and the most bytes a second of all links."""
         topology = self._topology
         links = [topology.within_host, topology.between_hosts, topology.between_racks]
         links += [link for _, link in topology.overhead.collectives]
-        known = [link for link in links if link is not None]
+        existing = [link for link in links if link is not None]
         return (
-            min((link.latency_s for link in known), default=0.0),
-            max((link.bandwidth_bytes_per_s for link in known), default=math.inf),
+            min((link.latency_s for link in existing), default=0.0),
+            max((link.bandwidth_bytes_per_s for link in existing), default=math.inf),
         )
 
     def program_s(
@@ -416,15 +424,15 @@ class CostModel:
         """Return the time of the movement by the program that is run for it."""
         if are_alike(source, target):
             return 0.0
-        ends = tuple(self.table.decoded(one.plain) for one in (source, target))
-        found = self._programs.get((ends, shape, element))
-        if found is None:
+        ends = tuple(self.table.decoded(sharding.plain) for sharding in (source, target))
+        seconds_s = self._programs.get((ends, shape, element))
+        if seconds_s is None:
             program = chosen_program(ArrayType(shape, element, ends[0]), ends[1])
-            found = program.estimate(element, self._topology, self.machine.library).seconds_s
+            seconds_s = program.estimate(element, self._topology, self.machine.library).seconds_s
             if len(self._programs) >= MAX_CACHED:
                 self._programs.clear()
-            self._programs[ends, shape, element] = found
-        return found
+            self._programs[ends, shape, element] = seconds_s
+        return seconds_s
 
     def _collectives_s(
         self, kind: str, bits: PartBits, axes: BitArray, sizes_bytes: IntArray
@@ -438,32 +446,32 @@ class CostModel:
         masks, mask_at = np.unique(axes[used], return_inverse=True)
         sizes, size_at = np.unique(sizes_bytes[used], return_inverse=True)
         pairs, pair_at = np.unique(mask_at * len(sizes) + size_at, return_inverse=True)
-        found = [
+        seconds_s = [
             self._collective_s(kind, bits.parts(int(masks[mask])), int(sizes[size]))
             for mask, size in (divmod(pair, len(sizes)) for pair in pairs.tolist())
         ]
-        total[used] = np.array(found)[pair_at]
+        total[used] = np.array(seconds_s)[pair_at]
         return total
 
     def _collective_s(self, kind: str, axes: Parts, size_bytes: int) -> float:
         if not axes or not size_bytes:
             return 0.0
-        found = self._collectives.get((kind, axes, size_bytes))
-        if found is None:
+        seconds_s = self._collectives.get((kind, axes, size_bytes))
+        if seconds_s is None:
             topology = self._topology
             groups = self._groups.get(axes)
             if groups is None:
                 groups = self.table.mesh.groups([self.table.axis(part) for part in axes])
                 self._groups[axes] = groups
             # All groups work at the same time, so the slowest decides.
-            found = max(
+            seconds_s = max(
                 collective_cost(kind, ranks, size_bytes, topology, self.machine.library).seconds_s
                 for ranks in groups
             )
             if len(self._collectives) >= MAX_CACHED:
                 self._collectives.clear()
-            self._collectives[kind, axes, size_bytes] = found
-        return found
+            self._collectives[kind, axes, size_bytes] = seconds_s
+        return seconds_s
 
     def computing_s(
         self,
@@ -475,8 +483,8 @@ class CostModel:
     ) -> FloatArray:
         """Return the times as of `compute_s` for each of several ways to cut an operator."""
         key = (name, rule, tuple(ways), tuple(tensors), str(attributes))
-        found = self._computing.get(key)
-        if found is None:
+        times_s = self._computing.get(key)
+        if times_s is None:
             # Ways that differ in contributions alone compute the same.
             seconds_s = {
                 cuts: self.compute_s(name, rule, cuts, tensors, attributes)
@@ -484,9 +492,9 @@ class CostModel:
             }
             if len(self._computing) >= MAX_CACHED:
                 self._computing.clear()
-            found = np.array([seconds_s[tuple(cuts)] for cuts in ways])
-            self._computing[key] = found
-        return found
+            times_s = np.array([seconds_s[tuple(cuts)] for cuts in ways])
+            self._computing[key] = times_s
+        return times_s
 
     def compute_s(
         self,
@@ -517,8 +525,8 @@ class CostModel:
         ]
         count = len(rule.operands)
         moved = moved_bytes(name, sizes_bytes[:count], sizes_bytes[count:])
-        given = [element for shape, element in tensors[:count] if shape]
-        dtypes = given or [element for _, element in tensors]
+        array_dtypes = [element for shape, element in tensors[:count] if shape]
+        dtypes = array_dtypes or [element for _, element in tensors]
         operations = operations_of(name, rule, sizes, attributes)
         return least_s(self._device, operations, moved, dtypes)
 
@@ -530,8 +538,8 @@ def _key(sharding: Sharding) -> object:
 def _count_same(old: Parts, new: Parts) -> int:
     """Return the length of the common prefix of two shardings of a dimension."""
     count = 0
-    for one, other in zip(old, new, strict=False):
-        if one != other:
+    for old_part, new_part in zip(old, new, strict=False):
+        if old_part != new_part:
             break
         count += 1
     return count
@@ -540,31 +548,36 @@ def _count_same(old: Parts, new: Parts) -> int:
 def _number_cuts(shardings: Sequence[Sharding], dim: int) -> tuple[list[Parts], IntArray]:
     """Return the different cuts that shardings have of a dimension, and which each has."""
     numbers: dict[Parts, int] = {}
-    found = [numbers.setdefault(one.dims[dim], len(numbers)) for one in shardings]
-    return list(numbers), np.array(found, dtype=np.int64)
+    indices = [numbers.setdefault(sharding.dims[dim], len(numbers)) for sharding in shardings]
+    return list(numbers), np.array(indices, dtype=np.int64)
 
 
 def _number_kinds(shardings: Sequence[Sharding]) -> tuple[list[Contributed], IntArray]:
     """Return the different contributions that shardings have, and which each has."""
     numbers: dict[Contributed, int] = {}
-    kinds = [(one.partial, one.reduction if one.partial else None) for one in shardings]
-    found = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
-    return list(numbers), np.array(found, dtype=np.int64)
+    kinds = [
+        (sharding.partial, sharding.reduction if sharding.partial else None)
+        for sharding in shardings
+    ]
+    indices = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    return list(numbers), np.array(indices, dtype=np.int64)
 
 
-def _compare(one: Sequence[object], other: Sequence[object]) -> BoolArray:
+def _compare(left: Sequence[object], right: Sequence[object]) -> BoolArray:
     """Compare each of some objects, a row, with each of others, a column."""
     numbers: dict[object, int] = {}
     rows, columns = (
         np.array([numbers.setdefault(each, len(numbers)) for each in things], dtype=np.int64)
-        for things in (one, other)
+        for things in (left, right)
     )
     return np.equal(rows[:, None], columns)
 
 
 def _find_alike(sources: Sequence[Sharding], targets: Sequence[Sharding]) -> BoolArray:
     """Return where `are_alike` holds: by what that function compares."""
-    return _compare(*([_key(one) for one in some] for some in (sources, targets)))
+    return _compare(
+        *([_key(sharding) for sharding in shardings] for shardings in (sources, targets))
+    )
 
 
 def _has_levels(sharding: Sharding) -> bool:
@@ -575,8 +588,10 @@ def _local_bytes(
     shape: Sequence[int], shardings: Sequence[Sharding], itemsize_bytes: int
 ) -> IntArray:
     """Return the bytes of the largest shard for each of some shardings."""
-    found = np.full(len(shardings), itemsize_bytes, dtype=np.int64)
+    sizes_bytes = np.full(len(shardings), itemsize_bytes, dtype=np.int64)
     for dim, size in enumerate(shape):
         cuts, numbers = _number_cuts(shardings, dim)
-        found *= np.array([-(-size // size_of(axes)) for axes in cuts], dtype=np.int64)[numbers]
-    return found
+        sizes_bytes *= np.array([-(-size // size_of(axes)) for axes in cuts], dtype=np.int64)[
+            numbers
+        ]
+    return sizes_bytes

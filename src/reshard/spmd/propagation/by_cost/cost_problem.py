@@ -72,11 +72,11 @@ class _Ways:
     @staticmethod
     @lru_cache(maxsize=4096)
     def of(options: tuple[RunOption, ...]) -> _Ways:
-        """Return those of an operation, cached between propagations."""
+        """Return the ways of an operation, cached between propagations."""
         # Transpose rows, of the ways, to columns, of the tensors.
         rows = [(*way.reads, *way.makes) for way in options]
         columns = tuple(zip(*rows, strict=True))
-        different = tuple(tuple(dict.fromkeys(one)) for one in columns)
+        different = tuple(tuple(dict.fromkeys(column)) for column in columns)
         return _Ways(options, tuple([way.cuts for way in options]), columns, different)
 
     @property
@@ -86,8 +86,8 @@ class _Ways:
 
     def run(self, place: int, count: int) -> OperationShardings:
         """Return the shardings of an operation's `count` operands and its results in a way."""
-        found = tuple(column[place] for column in self.shardings)
-        return found[:count], found[count:]
+        shardings = tuple(column[place] for column in self.shardings)
+        return shardings[:count], shardings[count:]
 
 
 class CostProblem:
@@ -135,21 +135,21 @@ class CostProblem:
         graph, table = self.graph, self.table
         for value, input_ in (ties or {}).items():
             self.variables[value] = input_
-        given = {number: table.encoded(spec) for number, spec in annotations.items()}
+        annotated = {number: table.encoded(spec) for number, spec in annotations.items()}
         self.asked = {place: table.encoded(spec).plain for place, spec in asked.items()}
         # The axes in the pieces that annotations use, others as a whole.
-        used = pieces_of([*given.values(), *self.asked.values()])
+        used = pieces_of([*annotated.values(), *self.asked.values()])
         pieces = every_piece(used, table.mesh)
         # Equal shardings are the same object, so they are compared by identity below.
         alike: dict[object, Sharding] = {}
 
         def find_known(spec: ShardingSpec | None, shape: Sequence[int]) -> Sharding:
             key = len(shape) if spec is None else spec
-            found = alike.get(key)
-            if found is None:
-                found = Sharding.whole(len(shape)) if spec is None else table.encoded(spec).plain
-                found = alike[key] = alike.setdefault(found, found)
-            return found
+            sharding = alike.get(key)
+            if sharding is None:
+                sharding = Sharding.whole(len(shape)) if spec is None else table.encoded(spec).plain
+                sharding = alike[key] = alike.setdefault(sharding, sharding)
+            return sharding
 
         self.known = [
             [
@@ -158,7 +158,7 @@ class CostProblem:
             ]
             for base in bases
         ]
-        reductions = _find_reductions(graph, given.values())
+        reductions = _find_reductions(graph, annotated.values())
         is_small = len(graph.operations) <= MAX_PERMUTED_OPERATIONS
         around: list[list[tuple[Sharding, ...]]] = [[] for _ in graph.values]
         known_ways: dict[object, _Ways] = {}
@@ -175,9 +175,9 @@ class CostProblem:
             ways = known_ways.get(key)
             if ways is None:
                 shapes = [graph.values[value].shape for value in places]
-                known = [[base[value] for value in places] for base in self.known]
+                known_shardings = [[base[value] for value in places] for base in self.known]
                 options = ways_of(
-                    operation, shapes, pieces, known, table.mesh, reductions, is_small
+                    operation, shapes, pieces, known_shardings, table.mesh, reductions, is_small
                 )
                 ways = known_ways[key] = _Ways.of(tuple(options))
             self.ways.append(ways)
@@ -191,15 +191,15 @@ class CostProblem:
                 # Inputs come first.
                 self.values.append(self.values[self.variables[number]])
                 continue
-            own, is_output = given.get(number), number in outputs or number in free
+            annotation, is_output = annotated.get(number), number in outputs or number in free
             bases_of = [base[number] for base in self.known]
-            value_key = (own, is_output, *map(id, bases_of), *map(id, around[number]))
+            value_key = (annotation, is_output, *map(id, bases_of), *map(id, around[number]))
             candidates = known_values.get(value_key)
             if candidates is None:
-                every = dict.fromkeys(itertools.chain.from_iterable(around[number]))
+                adjacent = dict.fromkeys(itertools.chain.from_iterable(around[number]))
                 if number in free:
-                    every |= dict.fromkeys(cuts_of(graph.values[number].shape, pieces))
-                candidates = shardings_of(own, every, bases_of, is_output)
+                    adjacent |= dict.fromkeys(cuts_of(graph.values[number].shape, pieces))
+                candidates = shardings_of(annotation, adjacent, bases_of, is_output)
                 known_values[value_key] = candidates
             self.values.append(candidates)
         self.reads = CommonReads(list(self._find_ends()))
@@ -219,7 +219,7 @@ class CostProblem:
         """Replace the penalties that are added to choices, such as prices of memory."""
         before, self._charges = self._charges, list(charges)
         self._is_changed = True
-        if [one.variables for one in before] != [one.variables for one in charges]:
+        if [charge.variables for charge in before] != [charge.variables for charge in charges]:
             self._sum = None
 
     def sum(self, decided: Decisions = NOTHING, parts: Parts | None = None) -> CostSum:
@@ -230,11 +230,11 @@ class CostProblem:
             parts: what each reader pays of the others, for bounds; all of it when None.
         """
         if self._sum is None:
-            own = [
+            value_counts = [
                 len(shardings) if self.variables[number] == number else 1
                 for number, shardings in enumerate(self.values)
             ]
-            choices = (*own, *(len(ways.options) for ways in self.ways))
+            choices = (*value_counts, *(len(ways.options) for ways in self.ways))
             self._sum = CostSum(choices, [*self._fixed, *self._tabulate_moves()])
             self._answers_s = {}
         elif self._is_changed:
@@ -254,7 +254,7 @@ class CostProblem:
 
     def _tabulate_moves(self) -> list[CostTable]:
         """Return the seconds of the movements at all ends, if each reader pays for its own."""
-        seconds_s = {id(one): one.seconds_s for one in self._between}
+        seconds_s = {id(between): between.seconds_s for between in self._between}
         return [
             # An output has a single sharding that was requested: the only column.
             CostTable((ends.value,), seconds_s[id(ends.between)][:, 0])
@@ -274,14 +274,16 @@ class CostProblem:
         """Return the time of an answer, with each movement that readers share made once."""
         total = self.sum()
         key = tuple(chosen)
-        found = self._answers_s.get(key)
-        if found is None:
-            found = self._answers_s[key] = total.value(chosen) - self.reads.saved_s(chosen)
-        return found
+        answer_s = self._answers_s.get(key)
+        if answer_s is None:
+            answer_s = self._answers_s[key] = total.value(chosen) - self.reads.saved_s(chosen)
+        return answer_s
 
     def computing_s(self, chosen: Sequence[int]) -> float:
         """Return the computation time of an answer."""
-        return math.fsum([one.seconds_s.item(chosen[one.variables[0]]) for one in self._computing])
+        return math.fsum(
+            [table.seconds_s.item(chosen[table.variables[0]]) for table in self._computing]
+        )
 
     def price(self, answers: Iterable[Sequence[int]]) -> bool:
         """Price by its program each movement of some answers. Whether that was not done before."""
@@ -292,9 +294,13 @@ class CostProblem:
                 between = ends.between
                 if isinstance(between, Between):
                     row, column = ends.places(chosen)
-                    one, other = between.own[row], between.others[column]
-                    if one != other:
-                        move = (one, other) if between.is_read else (other, one)
+                    own_number, other_number = between.own[row], between.others[column]
+                    if own_number != other_number:
+                        move = (
+                            (own_number, other_number)
+                            if between.is_read
+                            else (other_number, own_number)
+                        )
                         new.setdefault(id(between.moves), {})[move] = None
         has_new = False
         for moves in self._moves.values():
@@ -310,41 +316,41 @@ class CostProblem:
         places = (*operation.operands, *operation.results)
         tensors = tuple((self.graph.values[v].shape, self.elements[v]) for v in places)
         key = (id(ways), operation.operator, tensors, str(operation.attributes))
-        found = self._seconds.get(key)
-        if found is None:
-            found = self._seconds[key] = self.model.computing_s(
+        seconds_s = self._seconds.get(key)
+        if seconds_s is None:
+            seconds_s = self._seconds[key] = self.model.computing_s(
                 operation.operator, operation.rule, ways.cuts, tensors, operation.attributes
             )
-        return found
+        return seconds_s
 
     def _find_ends(self) -> Iterator[MoveEnds]:
         """Yield the possible movements around operations, and to requested shardings."""
         count = len(self.graph.values)
-        for one, element in zip(self.graph.values, self.elements, strict=True):
-            key = (one.shape, element)
+        for tensor, element in zip(self.graph.values, self.elements, strict=True):
+            key = (tensor.shape, element)
             if key not in self._moves:
-                self._moves[key] = ValueMovements(self.model, one.shape, element)
+                self._moves[key] = ValueMovements(self.model, tensor.shape, element)
             self._kinds.append(self._moves[key])
         numbers: dict[tuple[int, int], tuple[int, ...]] = {}
-        known: dict[tuple[int, int, bool], Between] = {}
+        betweens: dict[tuple[int, int, bool], Between] = {}
 
         def find_numbers(moves: ValueMovements, shardings: Sequence[Sharding]) -> tuple[int, ...]:
             # Equal values, and equal operations, share their lists.
-            found = numbers.get((id(moves), id(shardings)))
-            if found is None:
-                found = numbers[id(moves), id(shardings)] = moves.numbers(shardings)
-            return found
+            cached = numbers.get((id(moves), id(shardings)))
+            if cached is None:
+                cached = numbers[id(moves), id(shardings)] = moves.numbers(shardings)
+            return cached
 
         def find_between(
             moves: ValueMovements, own: tuple[int, ...], others: tuple[int, ...], is_read: bool
         ) -> Between:
             # Lists are those of `numbers`, so their identity includes the kind of values.
             key = (id(own), id(others), is_read)
-            found = known.get(key)
-            if found is None:
-                found = known[key] = Between(moves, own, others, is_read)
-                self._between.append(found)
-            return found
+            cached = betweens.get(key)
+            if cached is None:
+                cached = betweens[key] = Between(moves, own, others, is_read)
+                self._between.append(cached)
+            return cached
 
         own = list(map(find_numbers, self._kinds, self.values))
         around: dict[tuple[int, ...], list[tuple[int, Between | EdgeMoves]]] = {}
@@ -361,15 +367,17 @@ class CostProblem:
                 ):
                     moves = self._kinds[value]
                     is_read = position < len(operation.operands)
-                    found = find_numbers(moves, others)
-                    numbered.append((position, find_between(moves, own[value], found, is_read)))
+                    way_numbers = find_numbers(moves, others)
+                    numbered.append(
+                        (position, find_between(moves, own[value], way_numbers, is_read))
+                    )
                     if not is_read or not ways.are_placed:
                         continue
                     runs_with = [
                         None if way.runs_with is None else way.runs_with[position]
                         for way in ways.options
                     ]
-                    for edge in EdgeMoves.of(moves, own[value], found, others, runs_with):
+                    for edge in EdgeMoves.of(moves, own[value], way_numbers, others, runs_with):
                         self._between.append(edge)
                         numbered.append((position, edge))
             for position, between in numbered:
@@ -385,14 +393,12 @@ class CostProblem:
         """Return the choices nearest to the result of another strategy."""
         return self.nearest(self.known[base])
 
-    def nearest(self, wanted_shardings: Sequence[Sharding]) -> tuple[int, ...]:
+    def nearest(self, targets: Sequence[Sharding]) -> tuple[int, ...]:
         """Return the choices nearest to shardings of all values."""
         chosen = []
-        for number, (shardings, wanted) in enumerate(
-            zip(self.values, wanted_shardings, strict=True)
-        ):
+        for number, (shardings, target) in enumerate(zip(self.values, targets, strict=True)):
             # Compared by their cuts alone: candidates are closed and without replicated axes.
-            place = _find_nearest(wanted.dims, [one.dims for one in shardings])
+            place = _find_nearest(target.dims, [sharding.dims for sharding in shardings])
             # A tied value has no choice of its own: `shardings` reads that of its input.
             chosen.append(place if self.variables[number] == number else 0)
         return (*chosen, *([0] * len(self.ways)))
@@ -400,7 +406,8 @@ class CostProblem:
     def shardings(self, chosen: Sequence[int]) -> list[Sharding]:
         """Return the sharding of each value in an answer."""
         return [
-            own[chosen[variable]] for own, variable in zip(self.values, self.variables, strict=True)
+            candidates[chosen[variable]]
+            for candidates, variable in zip(self.values, self.variables, strict=True)
         ]
 
     def answer(self, chosen: Sequence[int], base: PropagatedGraph) -> PropagatedGraph:
@@ -421,15 +428,19 @@ class CostProblem:
         return PropagatedGraph(self.graph, base.mesh, values, outputs, runs)
 
 
-def _find_nearest(wanted: Sequence[AxisParts], some: Sequence[Sequence[AxisParts]]) -> int:
+def _find_nearest(target: Sequence[AxisParts], candidates: Sequence[Sequence[AxisParts]]) -> int:
     """Return the place of the requested sharding, or of the first with the most equal dims."""
-    if wanted in some:
-        return some.index(wanted)
-    return max(range(len(some)), key=lambda place: sum(map(eq, wanted, some[place])))
+    if target in candidates:
+        return candidates.index(target)
+    return max(range(len(candidates)), key=lambda place: sum(map(eq, target, candidates[place])))
 
 
-def _find_reductions(graph: Graph, given: Iterable[Sharding]) -> tuple[str, ...]:
+def _find_reductions(graph: Graph, shardings: Iterable[Sharding]) -> tuple[str, ...]:
     """Return the reductions of all contributions that a graph may have."""
-    found = [one.rule.reduction_operator for one in graph.operations if one.rule.reduction]
-    found += [one.reduction for one in given if one.reduction is not None]
-    return tuple(dict.fromkeys(["sum", *found]))
+    reductions = [
+        operation.rule.reduction_operator
+        for operation in graph.operations
+        if operation.rule.reduction
+    ]
+    reductions += [sharding.reduction for sharding in shardings if sharding.reduction is not None]
+    return tuple(dict.fromkeys(["sum", *reductions]))

@@ -70,21 +70,21 @@ def solve_nearly(
     # As if each reader moved what it reads, and as if they shared what they can.
     total = problem.sum()
     chosen, is_least = total.nearly_eliminated()
-    found = [chosen]
+    answers = [chosen]
     if not is_least:
         sums = total, problem.sum(NOTHING, {})
-        found += [one.nearly_eliminated(MAX_BOUND_ENTRIES)[0] for one in sums]
-        return improved(problem, begun, found)
+        answers += [cost_sum.nearly_eliminated(MAX_BOUND_ENTRIES)[0] for cost_sum in sums]
+        return improved(problem, begun, answers)
     if problem.reads.groups and len(problem.graph.operations) <= MAX_BOUNDED_OPERATIONS:
         bound = problem.sum(NOTHING, problem.reads.parts(chosen))
-        found += filter(None, [bound.eliminated()])
-    return improved(problem, begun, found, is_least=True, in_windows=False)
+        answers += filter(None, [bound.eliminated()])
+    return improved(problem, begun, answers, is_least=True, in_windows=False)
 
 
 def improved(
     problem: CostProblem,
     begun: Sequence[Choices],
-    found: Sequence[Choices] = (),
+    answers: Sequence[Choices] = (),
     *,
     is_least: bool = False,
     in_windows: bool = True,
@@ -93,8 +93,8 @@ def improved(
 
     Args:
         problem: whose movements are filled.
-        begun: answers, no worse than which is what comes of them.
-        found: other answers.
+        begun: starting answers; the result is no worse than the best of them.
+        answers: other answers.
         is_least: whether these are the least where nothing is shared: they descend only with what
             is.
         in_windows: whether the best descend in windows, too.
@@ -103,13 +103,13 @@ def improved(
     ways = range(len(problem.graph.values), len(total.choices))
     # 1. With what is shared then moved once.
     if not is_least:
-        found = [total.descended(one, ways) for one in dict.fromkeys((*found, *begun))]
-    chosen = min(found, key=problem.seconds_s)
+        answers = [total.descended(answer, ways) for answer in dict.fromkeys((*answers, *begun))]
+    chosen = min(answers, key=problem.seconds_s)
     if not is_least:
         chosen = _descend(problem, chosen, ways, in_windows)
     # 2. With the prices of programs. Answers whose movements are priced stay as they are.
     problem.price(begun)
-    seen_s = {one: problem.seconds_s(one) for one in begun}
+    seen_s = {answer: problem.seconds_s(answer) for answer in begun}
     for _ in range(MAX_CHANGES + 1):
         is_changed = problem.price([chosen])
         seen_s[chosen] = problem.seconds_s(chosen)
@@ -129,11 +129,11 @@ def _descend(problem: CostProblem, start: Choices, ways: range, in_windows: bool
     for _ in range(MAX_CHANGES):
         total = problem.sum(problem.shared(chosen))
         descended = total.descended_in_windows if in_windows else total.descended
-        found = descended(chosen, ways)
-        found_s = problem.seconds_s(found)
-        if found_s >= seconds_s:
+        result = descended(chosen, ways)
+        result_s = problem.seconds_s(result)
+        if result_s >= seconds_s:
             break
-        chosen, seconds_s = found, found_s
+        chosen, seconds_s = result, result_s
     return chosen
 
 
@@ -174,9 +174,9 @@ def propagate_by_cost(
     >>> mesh = DeviceMesh.of(x=2)
     >>> rule = "([i, k], [k, j]) -> ([i, j]) {i=64, j=64, k=65536} reduction={k}"
     >>> graph = Graph.of([(64, 65536), (65536, 64)], [("matmul", [0, 1], rule)], [2])
-    >>> given = {0: spec(mesh, "-, x"), 1: spec(mesh, "x, -")}
-    >>> found = propagate_by_cost(graph, given)
-    >>> found.is_exact, str(found.values[2])
+    >>> annotations = {0: spec(mesh, "-, x"), 1: spec(mesh, "x, -")}
+    >>> propagated = propagate_by_cost(graph, annotations)
+    >>> propagated.is_exact, str(propagated.values[2])
     (True, 'x, -')
     """
     machine = Machine() if machine is None else machine
@@ -200,7 +200,7 @@ def propagate_by_cost(
     total = problem.sum()
     ways = range(len(graph.values), len(total.choices))
     nearest = [problem.start(number) for number in range(len(bases))]
-    others = [total.descended(one, ways, sweeps=0) for one in nearest]
+    others = [total.descended(start, ways, sweeps=0) for start in nearest]
     problem.price(others)
     known_s = {other: problem.seconds_s(other) for other in others}
     # 4. The choice by formulas, corrected by prices of programs.
@@ -237,31 +237,31 @@ def _solve_exactly(
     """
     problem.fill(bounds=True)
     parts = problem.reads.parts(best)
-    kept = [np.arange(count) for count in problem.sum().choices]
+    allowed = [np.arange(count) for count in problem.sum().choices]
     # By their bounds; of equals the first that was made.
     waiting, count = [(0.0, 0, NOTHING)], 1
     for turn in range(MAX_ROUNDS):
         # In the rounds 0, 1, 2, 4, 8 and so on, since it takes as long as some rounds.
         if turn & (turn - 1) <= 0:
-            least_s = problem.sum(NOTHING, parts).restricted(kept).least_of_choices()
+            least_s = problem.sum(NOTHING, parts).restricted(allowed).least_of_choices()
             if least_s is None:
                 break
-            kept = [
+            allowed = [
                 # The best answer's own choices stay, whatever rounding does to their minimum.
-                numbers[(own_s <= best_s * (1 + SLACK)) | (numbers == choice)]
-                for numbers, own_s, choice in zip(kept, least_s, best, strict=True)
+                numbers[(choice_s <= best_s * (1 + SLACK)) | (numbers == choice)]
+                for numbers, choice_s, choice in zip(allowed, least_s, best, strict=True)
             ]
         if not waiting:
             return best, best_s, True
         bound_s, place, decided = heapq.heappop(waiting)
-        total = problem.sum(decided, parts).restricted(kept)
+        total = problem.sum(decided, parts).restricted(allowed)
         places = total.eliminated()
         if places is None:
             return best, best_s, False
         bound_s = max(bound_s, total.value(places))
         if bound_s >= best_s * (1 - ROUNDING):
             continue
-        chosen = tuple(int(own[place]) for own, place in zip(kept, places, strict=True))
+        chosen = tuple(int(numbers[place]) for numbers, place in zip(allowed, places, strict=True))
         is_changed = problem.price([chosen])
         chosen_s = problem.seconds_s(chosen)
         if chosen_s < best_s:
@@ -272,7 +272,7 @@ def _solve_exactly(
         gaps_s = problem.reads.gaps_s(chosen, parts, decided)
         move = max(gaps_s, key=gaps_s.__getitem__, default=None)
         if move is not None and gaps_s[move] > best_s * ROUNDING:
-            for one in decided.both(move):
-                heapq.heappush(waiting, (bound_s, count, one))
+            for decision in decided.both(move):
+                heapq.heappush(waiting, (bound_s, count, decision))
                 count += 1
     return best, best_s, not waiting

@@ -70,13 +70,13 @@ def _find_views(tables: tuple[Places, ...], sizes: tuple[int, ...]) -> tuple[Tab
         tables: their variables, which are in rising order but for the first of the scope.
         sizes: choices of each variable of the scope.
     """
-    found: list[TableView] = []
+    views: list[TableView] = []
     for number, places in enumerate(tables):
         at = places.index(0) if 0 in places else 0
         axes = (at, *[axis for axis in range(len(places)) if axis != at]) if at else None
         shape = tuple([size if place in places else 1 for place, size in enumerate(sizes)])
-        found.append((number, axes, shape))
-    return tuple(sorted(found, key=lambda view: math.prod(view[2])))
+        views.append((number, axes, shape))
+    return tuple(sorted(views, key=lambda view: math.prod(view[2])))
 
 
 def _view(tables: Sequence[CostTable], views: Sequence[TableView]) -> list[FloatArray]:
@@ -103,7 +103,7 @@ def joined_table(
         choices: how many each variable has.
     """
     sizes = tuple([choices[v] for v in scope])
-    places = [tuple([scope.index(v) for v in one.variables if v in scope]) for one in tables]
+    places = [tuple([scope.index(v) for v in table.variables if v in scope]) for table in tables]
     parts = _view(tables, _find_views(tuple(places), sizes))
     return _add(parts, np.empty(sizes)) if parts else np.zeros(sizes)
 
@@ -114,10 +114,10 @@ def _add(parts: Sequence[FloatArray], total: FloatArray) -> FloatArray:
         np.copyto(total, parts[0])
         return total
     # In rows of the scope, whatever order the tables are in.
-    found = parts[0]
+    subtotal = parts[0]
     for part in parts[1:-1]:
-        found = np.add(found, part, order="C")
-    return np.add(found, parts[-1], out=total)
+        subtotal = np.add(subtotal, part, order="C")
+    return np.add(subtotal, parts[-1], out=total)
 
 
 def least_joined(
@@ -147,24 +147,24 @@ def least_joined(
     # In blocks of rows, whose memory is used again.
     block, least_s = np.empty((rows, *sizes[1:])), np.full(sizes[1:], math.inf)
     for first in range(0, sizes[0], rows):
-        some = [part[first : first + rows] if len(part) > 1 else part for part in parts]
-        own_s = _add(some, block[: sizes[0] - first])
-        np.minimum(np.minimum.reduce(own_s), least_s, out=least_s)
+        blocks = [part[first : first + rows] if len(part) > 1 else part for part in parts]
+        block_s = _add(blocks, block[: sizes[0] - first])
+        np.minimum(np.minimum.reduce(block_s), least_s, out=least_s)
     return least_s
 
 
-def find_operator(table: CostTable, variable: int, chosen: Sequence[int]) -> FloatArray:
-    """Return a table for each choice of a variable, with the others at theirs.
+def costs_along(table: CostTable, variable: int, chosen: Sequence[int]) -> FloatArray:
+    """Return a table's seconds for each choice of a variable, with the others at theirs.
 
-    >>> find_operator(CostTable((0, 2), np.array([[1.0, 2.0], [3.0, 4.0]])), 0, (0, 0, 1)).tolist()
+    >>> costs_along(CostTable((0, 2), np.array([[1.0, 2.0], [3.0, 4.0]])), 0, (0, 0, 1)).tolist()
     [2.0, 4.0]
     """
     variables, seconds_s = table
     if len(variables) == 1:
         return seconds_s
     if len(variables) == 2:
-        one, other = variables
-        return seconds_s[:, chosen[other]] if one == variable else seconds_s[chosen[one]]
+        first, second = variables
+        return seconds_s[:, chosen[second]] if first == variable else seconds_s[chosen[first]]
     return seconds_s[tuple([slice(None) if v == variable else chosen[v] for v in variables])]
 
 
@@ -175,12 +175,12 @@ def sliced(table: CostTable, free: tuple[int, ...], chosen: Sequence[int]) -> Fl
     [2.0, 4.0]
     """
     variables, seconds_s = table
-    found: FloatArray = seconds_s[
+    selected: FloatArray = seconds_s[
         tuple([slice(None) if v in free else chosen[v] for v in variables])
     ]
-    kept = [v for v in variables if v in free]
+    remaining = [v for v in variables if v in free]
     # Tables have their variables in rising order, which need not be the order of `free`.
-    return found.T if len(kept) == 2 and kept != list(free) else found
+    return selected.T if len(remaining) == 2 and remaining != list(free) else selected
 
 
 def least_over(seconds_s: FloatArray, scope: Sequence[int], variables: Sequence[int]) -> FloatArray:
@@ -206,16 +206,16 @@ def grouped(
     """
     sizes = [math.prod([choices[v] for v in scope]) for scope in scopes]
     groups: list[tuple[set[int], list[int]]] = []
-    for place in sorted(range(len(scopes)), key=lambda one: -sizes[one]):
-        own = {v for v in scopes[place] if choices[v] > 1}
+    for place in sorted(range(len(scopes)), key=lambda n: -sizes[n]):
+        variables = {v for v in scopes[place] if choices[v] > 1}
         for joined, places in groups:
-            if math.prod([choices[v] for v in joined | own]) <= largest:
-                joined |= own
+            if math.prod([choices[v] for v in joined | variables]) <= largest:
+                joined |= variables
                 places.append(place)
                 break
         else:
-            groups.append((own, [place]))
-    return [(tuple(sorted(own)), places) for own, places in groups]
+            groups.append((variables, [place]))
+    return [(tuple(sorted(variables)), places) for variables, places in groups]
 
 
 def taken_apart(
@@ -243,14 +243,14 @@ def taken_apart(
     """
     # The variable first, whose axis is that of rows.
     totals = []
-    for scope, places in grouped([one.variables for one in tables], choices, largest):
+    for scope, places in grouped([table.variables for table in tables], choices, largest):
         rest = tuple([v for v in scope if v != variable])
         joined = [tables[place] for place in places]
         totals.append((rest, joined_table(joined, (variable, *rest), choices)))
-    own_s = [total.reshape(choices[variable], -1).min(axis=1) for _, total in totals]
-    mean_s = sum(own_s) / len(own_s)
+    minima_s = [total.reshape(choices[variable], -1).min(axis=1) for _, total in totals]
+    mean_s = sum(minima_s) / len(minima_s)
     left = []
-    for (rest, total), least_s in zip(totals, own_s, strict=True):
+    for (rest, total), least_s in zip(totals, minima_s, strict=True):
         total += (mean_s - least_s).reshape(-1, *[1] * len(rest))
         left.append(CostTable(rest, np.asarray(np.minimum.reduce(total))))
     return left
@@ -323,14 +323,14 @@ def find_order(
     # 1. The tables left of each variable by their numbers, the adjacent variables, and a heap of
     # variables by the size of their joined table. Variables without a choice stay: without them,
     # scopes are as few axes as they can be.
-    of: list[dict[int, tuple[int, ...]]] = [{} for _ in choices]
-    beside = [{variable} for variable in range(len(choices))]
+    tables_of: list[dict[int, tuple[int, ...]]] = [{} for _ in choices]
+    neighbours = [{variable} for variable in range(len(choices))]
     for number, scope in enumerate(scopes):
         open_ = tuple([v for v in scope if choices[v] > 1])
         for variable in open_:
-            of[variable][number] = open_
-            beside[variable].update(open_)
-    sizes = [math.prod([choices[v] for v in some]) for some in beside]
+            tables_of[variable][number] = open_
+            neighbours[variable].update(open_)
+    sizes = [math.prod([choices[v] for v in some]) for some in neighbours]
     waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
     heapq.heapify(waiting)
     order: list[EliminationStep] = []
@@ -343,9 +343,9 @@ def find_order(
         if size > largest and not apart:
             return None
         # 2. The variable's tables, which are joined into a table, or several.
-        tables = of[variable]
+        tables = tables_of[variable]
         is_apart = size > largest
-        rest = tuple(sorted(beside[variable] - {variable}))
+        rest = tuple(sorted(neighbours[variable] - {variable}))
         scope = (variable, *rest)
         pattern = [choices[variable]]
         for table in tables.values():
@@ -361,20 +361,23 @@ def find_order(
         # 3. The tables that are left belong to the rest.
         sizes[variable] = 0
         for other in rest:
-            own_tables = of[other]
+            other_tables = tables_of[other]
             for number in tables:
-                own_tables.pop(number, None)
-            for number, one in enumerate(left, next_number):
-                if other in one:
-                    own_tables[number] = one
-            own = beside[other]
+                other_tables.pop(number, None)
+            for number, left_scope in enumerate(left, next_number):
+                if other in left_scope:
+                    other_tables[number] = left_scope
+            adjacent = neighbours[other]
             if is_apart:
-                own = beside[other] = {other, *itertools.chain.from_iterable(own_tables.values())}
-                now = math.prod([choices[v] for v in own])
+                adjacent = neighbours[other] = {
+                    other,
+                    *itertools.chain.from_iterable(other_tables.values()),
+                }
+                now = math.prod([choices[v] for v in adjacent])
             else:
-                added = [v for v in rest if v not in own]
-                own.update(added)
-                own.discard(variable)
+                added = [v for v in rest if v not in adjacent]
+                adjacent.update(added)
+                adjacent.discard(variable)
                 now = sizes[other] // choices[variable] * math.prod([choices[v] for v in added])
             if now != sizes[other]:
                 sizes[other] = now
@@ -403,44 +406,46 @@ def find_cut_set(
     >>> sorted(find_cut_set((2, 2, 2, 2), [(0, 1), (1, 2), (2, 3), (0, 3)], 4))
     [0]
     """
-    beside = [{variable} for variable in range(len(choices))]
+    neighbours = [{variable} for variable in range(len(choices))]
     for scope in scopes:
         open_ = [v for v in scope if choices[v] > 1]
         for variable in open_:
-            beside[variable].update(open_)
-    sizes = [math.prod([choices[v] for v in some]) for some in beside]
+            neighbours[variable].update(open_)
+    sizes = [math.prod([choices[v] for v in some]) for some in neighbours]
     waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
     heapq.heapify(waiting)
-    found: set[int] = set()
+    cut_set: set[int] = set()
     while waiting:
         size, variable = heapq.heappop(waiting)
         if size != sizes[variable]:
             continue
-        own = beside[variable]
+        adjacent = neighbours[variable]
         is_cut = size > largest
         if is_cut:
             # `-v` takes the first among equals, so that all machines find the same set.
-            variable = max(own, key=lambda v: (v not in free, len(beside[v]), choices[v], -v))
-            found.add(variable)
-            own = beside[variable]
+            variable = max(
+                adjacent, key=lambda v: (v not in free, len(neighbours[v]), choices[v], -v)
+            )
+            cut_set.add(variable)
+            adjacent = neighbours[variable]
         sizes[variable] = 0
-        for other in own - {variable}:
+        for other in adjacent - {variable}:
             if not is_cut:
-                beside[other] |= own
-            beside[other].discard(variable)
-            now = math.prod([choices[v] for v in beside[other]])
+                neighbours[other] |= adjacent
+            neighbours[other].discard(variable)
+            now = math.prod([choices[v] for v in neighbours[other]])
             # This puts back the variable that was popped, if another was put into the set.
             if now != sizes[other]:
                 sizes[other] = now
                 heapq.heappush(waiting, (now, other))
-    return found
+    return cut_set
 
 
 def take_out(
     order: Sequence[EliminationStep],
     tables: Sequence[CostTable],
     choices: Sequence[int],
-    known: KnownTables,
+    cache: KnownTables,
 ) -> list[Elimination]:
     """Eliminate the variables of a sum.
 
@@ -450,7 +455,7 @@ def take_out(
         order: in which they are, from `find_order`.
         tables: of the sum.
         choices: how many each variable has.
-        known: a cache of the results of small tables. Tables are identified by their arrays, so
+        cache: the results of small tables. Tables are identified by their arrays, so
             those of `tables` must be kept as long as the cache.
     """
     numbered = list(tables)
@@ -465,15 +470,15 @@ def take_out(
             taken.append(Elimination(scope, joined, left, None))
         else:
             # The least over the variable's axis, for choices of the rest.
-            own = known if size <= MAX_CACHED_ENTRIES else of_large
+            results = cache if size <= MAX_CACHED_ENTRIES else of_large
             key = (pattern, *[id(seconds_s) for _, seconds_s in joined])
-            found = own.get(key)
-            if found is None:
+            result = results.get(key)
+            if result is None:
                 sizes = tuple([choices[v] for v in scope])
                 least_s = least_joined(joined, _read_places(pattern), sizes)
-                found = own[key] = joined, least_s, {}
-            left = [CostTable(rest, found[1])]
-            taken.append(Elimination(scope, joined, left, found[2]))
+                result = results[key] = joined, least_s, {}
+            left = [CostTable(rest, result[1])]
+            taken.append(Elimination(scope, joined, left, result[2]))
         numbered += left
     return taken
 
@@ -484,13 +489,13 @@ def _read_places(pattern: Sequence[int]) -> tuple[Places, ...]:
     >>> _read_places((7, -1, 0, 2, -1, 1))
     ((0, 2), (1,))
     """
-    found: list[list[int]] = []
+    places: list[list[int]] = []
     for place in pattern[1:]:
         if place < 0:
-            found.append([])
+            places.append([])
         else:
-            found[-1].append(place)
-    return tuple(map(tuple, found))
+            places[-1].append(place)
+    return tuple(map(tuple, places))
 
 
 def read_off(taken: Sequence[Elimination], choices: Sequence[int]) -> tuple[int, ...]:
@@ -504,15 +509,15 @@ def read_off(taken: Sequence[Elimination], choices: Sequence[int]) -> tuple[int,
     # Backwards: when a variable is read off, the rest of its tables is chosen already.
     chosen = [0] * len(choices)
     for (variable, *rest), joined, _, best in reversed(taken):
-        known = {} if best is None else best
+        best_choices = {} if best is None else best
         at = tuple([chosen[v] for v in rest])
-        found = known.get(at)
-        if found is None:
+        choice = best_choices.get(at)
+        if choice is None:
             costs = np.zeros(choices[variable])
             for table in joined:
-                costs += find_operator(table, variable, chosen)
-            found = known[at] = int(costs.argmin())
-        chosen[variable] = found
+                costs += costs_along(table, variable, chosen)
+            choice = best_choices[at] = int(costs.argmin())
+        chosen[variable] = choice
     return tuple(chosen)
 
 
@@ -586,13 +591,13 @@ class CostSum:
 
     def replaced(self, tables: list[CostTable]) -> CostSum:
         """Return the sum with other tables of the same variables."""
-        found = copy(self)
-        found.tables = tables
+        new_sum = copy(self)
+        new_sum.tables = tables
         self._keep(tables)
-        return found
+        return new_sum
 
     def _keep(self, tables: Iterable[CostTable]) -> None:
-        self._kept.update((id(one.seconds_s), one.seconds_s) for one in tables)
+        self._kept.update((id(table.seconds_s), table.seconds_s) for table in tables)
 
     def value(self, chosen: Sequence[int]) -> float:
         """Return the sum for choices of all variables."""
@@ -609,7 +614,9 @@ class CostSum:
         Tables that would be larger than `largest` are taken apart: see `taken_apart`.
         """
         taken = self._take_out(largest, apart=True) or []
-        return read_off(taken, self.choices), all(one.best is not None for one in taken)
+        return read_off(taken, self.choices), all(
+            elimination.best is not None for elimination in taken
+        )
 
     def least_of_choices(self, largest: int = MAX_TABLE_ENTRIES) -> list[FloatArray] | None:
         """Return the minimum for each choice of each variable, up to rounding, or None.
@@ -624,37 +631,39 @@ class CostSum:
             return None
         # Variables that share no table, directly or by others, are sums of their own.
         # No table is split here, so each step leaves a single table.
-        lefts = [one.left[0] for one in taken]
+        lefts = [elimination.left[0] for elimination in taken]
         parts_s = [float(left.seconds_s) for left in lefts if not left.variables]
         # Tables of variables that have a single choice are in none of those.
-        parts_s += [one.seconds_s.item() for one in self.tables if one.seconds_s.size == 1]
+        parts_s += [table.seconds_s.item() for table in self.tables if table.seconds_s.size == 1]
         whole_s = math.fsum(parts_s)
-        made = set(map(id, lefts))
+        left_ids = set(map(id, lefts))
         outside_s: dict[int, FloatArray] = {}
-        found: list[FloatArray] = [np.full(1, whole_s)] * len(self.choices)
-        for one, left in zip(reversed(taken), reversed(lefts), strict=True):
+        minima: list[FloatArray] = [np.full(1, whole_s)] * len(self.choices)
+        for elimination, left in zip(reversed(taken), reversed(lefts), strict=True):
             # All tables of the sum, for choices of these variables: those below, and those outside.
-            total = joined_table(one.joined, one.scope, self.choices)
+            total = joined_table(elimination.joined, elimination.scope, self.choices)
             if left.variables:
                 total += outside_s.pop(id(left))
             else:
                 total += whole_s - float(left.seconds_s)
-            variable = one.scope[0]
-            found[variable] = least_over(total, one.scope, (variable,))
-            for table in one.joined:
-                if id(table) in made:
-                    least_s = least_over(total, one.scope, table.variables)
+            variable = elimination.scope[0]
+            minima[variable] = least_over(total, elimination.scope, (variable,))
+            for table in elimination.joined:
+                if id(table) in left_ids:
+                    least_s = least_over(total, elimination.scope, table.variables)
                     least_s = np.moveaxis(least_s, 0, table.variables.index(variable))
                     outside_s[id(table)] = least_s - table.seconds_s
-        return found
+        return minima
 
-    def restricted(self, kept: Sequence[IntArray]) -> CostSum:
+    def restricted(self, allowed: Sequence[IntArray]) -> CostSum:
         """Return the sum with some choices of each variable, by their numbers."""
         tables = [
-            CostTable(one.variables, one.seconds_s[np.ix_(*(kept[v] for v in one.variables))])
-            for one in self.tables
+            CostTable(
+                table.variables, table.seconds_s[np.ix_(*(allowed[v] for v in table.variables))]
+            )
+            for table in self.tables
         ]
-        return CostSum(tuple(map(len, kept)), tables)
+        return CostSum(tuple(map(len, allowed)), tables)
 
     def _take_out(self, largest: int, *, apart: bool = False) -> list[Elimination] | None:
         """Eliminate the variables; None if a table would be larger than `largest`.
@@ -664,7 +673,7 @@ class CostSum:
         """
         key = largest, apart
         if key not in self._orders:
-            scopes = [one.variables for one in self.tables]
+            scopes = [table.variables for table in self.tables]
             self._orders[key] = find_order(self.choices, scopes, largest, apart=apart)
         order = self._orders[key]
         if order is None:
@@ -688,7 +697,12 @@ class CostSum:
         near: Collection[int] = range(len(chosen))
         if ended is not None:
             pairs = zip(self.tables, ended, strict=True)
-            near = {v for one, other in pairs if one[1] is not other[1] for v in one[0]}
+            near = {
+                v
+                for table, ended_table in pairs
+                if table[1] is not ended_table[1]
+                for v in table[0]
+            }
         for variable in inner:
             if variable in near:
                 chosen[variable] = self._find_least(variable, chosen)
@@ -705,8 +719,8 @@ class CostSum:
                 # Only a lower sum counts, so that equal choices do not alternate.
                 if costs[best] < costs[chosen[variable]]:
                     chosen[variable] = best
-                    for other in beside[variable]:
-                        chosen[other] = self._find_least(other, chosen)
+                    for ended_table in beside[variable]:
+                        chosen[ended_table] = self._find_least(ended_table, chosen)
                     waiting.update(self._find_near((variable, *beside[variable])) & beside.keys())
                     # Its own choice is the best now.
                     waiting.discard(variable)
@@ -729,29 +743,29 @@ class CostSum:
         windows = self._find_windows(largest)
         # In turns, until all others are unchanged since a window was solved.
         unchanged = 0
-        for one in windows * MAX_PASSES:
-            found = self._solve_window(one, chosen)
+        for window in windows * MAX_PASSES:
+            solved = self._solve_window(window, chosen)
             # 1, because the window that has changed is at its minimum.
-            unchanged = unchanged + 1 if found == chosen else 1
-            chosen = found
+            unchanged = unchanged + 1 if solved == chosen else 1
+            chosen = solved
             if unchanged == len(windows):
                 break
         return chosen
 
     def _find_windows(self, largest: int) -> list[_Window]:
         """Return windows, each of all variables but a few, which differ."""
-        found = self._fitting.get(largest)
-        if found is None:
-            found = self._fitting[largest] = []
+        windows = self._fitting.get(largest)
+        if windows is None:
+            windows = self._fitting[largest] = []
             outside: set[int] = set()
             for _ in range(N_WINDOWS):
                 window = self._find_window(largest, outside)
                 outside.update(set(range(len(self.choices))).difference(window.variables))
-                found.append(window)
+                windows.append(window)
                 if len(outside) == self.choices.count(1):
                     # All variables that have a choice are in it.
                     break
-        return found
+        return windows
 
     def _find_window(self, largest: int, inside: Collection[int]) -> _Window:
         """Return a window of all variables, but those that must be fixed to eliminate the others.
@@ -762,7 +776,7 @@ class CostSum:
         """
         order = None
         while order is None:
-            scopes = [one.variables for one in self.tables]
+            scopes = [table.variables for table in self.tables]
             outside = find_cut_set(self.choices, scopes, largest, inside)
             variables = tuple(
                 [v for v, count in enumerate(self.choices) if count > 1 and v not in outside]
@@ -770,45 +784,49 @@ class CostSum:
             places = {variable: place for place, variable in enumerate(variables)}
             numbers = list(dict.fromkeys(n for v in variables for n in self._of[v]))
             tables = [scopes[number] for number in numbers]
-            own = tuple([tuple([places[v] for v in some if v in places]) for some in tables])
-            order = find_order([self.choices[v] for v in variables], own, MAX_TABLE_ENTRIES)
+            window_scopes = tuple(
+                [tuple([places[v] for v in some if v in places]) for some in tables]
+            )
+            order = find_order(
+                [self.choices[v] for v in variables], window_scopes, MAX_TABLE_ENTRIES
+            )
             # Another order than that in which the variables outside were found.
             largest //= 4
         axes = [tuple([n for n, v in enumerate(some) if v not in places]) for some in tables]
-        return _Window(variables, numbers, own, axes, order)
+        return _Window(variables, numbers, window_scopes, axes, order)
 
     def _solve_window(self, window: _Window, chosen: tuple[int, ...]) -> tuple[int, ...]:
         """Return the best choices of a window's variables, all others being chosen."""
         tables = []
         slices = self._slices
-        for number, own, axes in zip(window.numbers, window.scopes, window.axes, strict=True):
+        for number, scope, axes in zip(window.numbers, window.scopes, window.axes, strict=True):
             variables, seconds_s = self.tables[number]
             if axes:
                 # The same object each time.
                 key = (id(seconds_s), axes, *[chosen[variables[axis]] for axis in axes])
-                found_s = slices.get(key)
-                if found_s is None:
+                slice_s = slices.get(key)
+                if slice_s is None:
                     place = tuple(
                         [
                             chosen[v] if axis in axes else slice(None)
                             for axis, v in enumerate(variables)
                         ]
                     )
-                    found_s = slices[key] = seconds_s[place]
-                seconds_s = found_s
-            tables.append(CostTable(own, seconds_s))
+                    slice_s = slices[key] = seconds_s[place]
+                seconds_s = slice_s
+            tables.append(CostTable(scope, seconds_s))
         before = tuple([chosen[v] for v in window.variables])
         key = (window.variables, *[id(seconds_s) for _, seconds_s in tables])
-        found = self._windows.get(key)
-        if found is None:
+        solution = self._windows.get(key)
+        if solution is None:
             choices = [self.choices[v] for v in window.variables]
             taken = take_out(window.order, tables, choices, self._joined)
-            found = self._windows[key] = read_off(taken, choices)
+            solution = self._windows[key] = read_off(taken, choices)
         # Elimination adds in another order: what it prefers by rounding alone is no gain.
-        if found == before or _add_up(tables, found) >= _add_up(tables, before):
+        if solution == before or _add_up(tables, solution) >= _add_up(tables, before):
             return chosen
         changed = list(chosen)
-        for variable, choice in zip(window.variables, found, strict=True):
+        for variable, choice in zip(window.variables, solution, strict=True):
             changed[variable] = choice
         return tuple(changed)
 
@@ -819,21 +837,21 @@ class CostSum:
 
     def _find_beside(self, inner: tuple[int, ...]) -> dict[int, list[int]]:
         """Return the inner variables that each of the others shares a table with."""
-        found = self._beside.get(inner)
-        if found is None:
-            known = set(inner)
-            outer = [v for v, count in enumerate(self.choices) if count > 1 and v not in known]
-            found = {v: sorted(self._find_near((v,)) & known) for v in outer}
-            self._beside[inner] = found
-        return found
+        adjacent = self._beside.get(inner)
+        if adjacent is None:
+            inner_set = set(inner)
+            outer = [v for v, count in enumerate(self.choices) if count > 1 and v not in inner_set]
+            adjacent = {v: sorted(self._find_near((v,)) & inner_set) for v in outer}
+            self._beside[inner] = adjacent
+        return adjacent
 
     def _find_least(self, variable: int, chosen: Sequence[int]) -> int:
         """Return the best choice of a variable, all others being chosen."""
         key = (self.choices[variable], *self._read_keys(variable, (variable,), chosen))
-        found = self._least.get(key)
-        if found is None:
-            found = self._least[key] = int(self._sum_costs(variable, chosen).argmin())
-        return found
+        best = self._least.get(key)
+        if best is None:
+            best = self._least[key] = int(self._sum_costs(variable, chosen).argmin())
+        return best
 
     def _sum_costs(
         self, variable: int, chosen: Sequence[int], inner: Sequence[int] = ()
@@ -845,20 +863,20 @@ class CostSum:
             chosen: the choices of the others.
             inner: adjacent ones that take their best choice each time.
         """
-        known = self._costs
+        cache = self._costs
         keys = [tuple(self._read_keys(variable, (variable, *inner), chosen))]
         keys += [tuple(self._read_keys(other, (variable, other), chosen)) for other in inner]
         key = (self.choices[variable], *keys)
-        costs = known.get(key)
+        costs = cache.get(key)
         if costs is not None:
             return costs
         costs = np.zeros(self.choices[variable])
         for number in self._of[variable]:
             table = self.tables[number]
             if not any(other in inner for other in table.variables):
-                costs += find_operator(table, variable, chosen)
-        for other, own in zip(inner, keys[1:], strict=True):
-            least_s = known.get(own)
+                costs += costs_along(table, variable, chosen)
+        for other, inner_key in zip(inner, keys[1:], strict=True):
+            least_s = cache.get(inner_key)
             if least_s is None:
                 # A row for each choice of the variable, a column for each of the inner variable.
                 both = np.zeros((self.choices[variable], self.choices[other]))
@@ -867,10 +885,10 @@ class CostSum:
                     if variable in table.variables:
                         both += sliced(table, (variable, other), chosen)
                     else:
-                        both += find_operator(table, other, chosen)
-                least_s = known[own] = both.min(axis=1)
+                        both += costs_along(table, other, chosen)
+                least_s = cache[inner_key] = both.min(axis=1)
             costs += least_s
-        known[key] = costs
+        cache[key] = costs
         return costs
 
     def _read_keys(self, variable: int, free: tuple[int, ...], chosen: Sequence[int]) -> list[int]:

@@ -85,14 +85,14 @@ class ValueMovements:
 
     def numbers(self, shardings: Iterable[Sharding]) -> tuple[int, ...]:
         """Return the number of each sharding; new shardings are numbered."""
-        known = self._shardings
-        return tuple([known.setdefault(one, len(known)) for one in shardings])
+        numbered = self._shardings
+        return tuple([numbered.setdefault(sharding, len(numbered)) for sharding in shardings])
 
     def fill(self, *, bounds: bool) -> None:
         """Find the seconds of all movements: by bounds or by formulas, or by programs if priced."""
-        every = list(self._shardings)
+        shardings = list(self._shardings)
         ask = self.model.bounds_s if bounds else self.model.movements_s
-        self._every_s = ask(every, every, self.shape, self.element.itemsize_bytes)
+        self._every_s = ask(shardings, shardings, self.shape, self.element.itemsize_bytes)
         for move, seconds_s in self.priced.items():
             self._every_s[move] = seconds_s
         self._tables = {}
@@ -108,7 +108,7 @@ class ValueMovements:
         seconds_s = self._tables.get((own, others, is_read))
         if seconds_s is None:
             every_s = self._every_s if is_read else self._every_s.T
-            rows, columns = (np.array(some, dtype=np.int64) for some in (own, others))
+            rows, columns = (np.array(indices, dtype=np.int64) for indices in (own, others))
             seconds_s = self._tables[own, others, is_read] = every_s[rows[:, None], columns]
         return seconds_s
 
@@ -116,18 +116,18 @@ class ValueMovements:
         """Return the number of the halos that a way needs of what it reads, or `NO_EDGES`."""
         if are_alike(sharding, runs_with):
             return NO_EDGES
-        found = self.edges.setdefault((read, runs_with), len(self.edges))
-        if found == len(self.edges_s):
+        number = self.edges.setdefault((read, runs_with), len(self.edges))
+        if number == len(self.edges_s):
             # They are few, so their programs are found immediately.
             self.edges_s.append(self.model.program_s(sharding, runs_with, self.shape, self.element))
-        return found
+        return number
 
     def price(self, moves: Iterable[Move]) -> bool:
         """Give movements the seconds of their programs. Whether any had not been given them."""
-        every = list(self._shardings)
+        shardings = list(self._shardings)
         new_s: dict[Move, float] = {}
         for move in moves:
-            source, target = every[move[0]], every[move[1]]
+            source, target = shardings[move[0]], shardings[move[1]]
             if move not in self.priced and not are_alike(source, target):
                 seconds_s = self.model.program_s(source, target, self.shape, self.element)
                 self.priced[move] = self._every_s[move] = new_s[move] = seconds_s
@@ -147,15 +147,15 @@ def _repriced(
 
     A table without these movements is returned itself: tables are compared by identity.
     """
-    found: FloatArray | None = None
+    repriced: FloatArray | None = None
     own_set, others_set = set(own), set(others)
     for move, new_s in moves_s.items():
-        one, other = move if is_read else move[::-1]
-        if one in own_set and other in others_set:
-            found = seconds_s.copy() if found is None else found
-            columns = [column for column, number in enumerate(others) if number == other]
-            found[own.index(one), columns] = new_s
-    return seconds_s if found is None else found
+        own_end, other_end = move if is_read else move[::-1]
+        if own_end in own_set and other_end in others_set:
+            repriced = seconds_s.copy() if repriced is None else repriced
+            columns = [column for column, number in enumerate(others) if number == other_end]
+            repriced[own.index(own_end), columns] = new_s
+    return seconds_s if repriced is None else repriced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -319,17 +319,17 @@ class CommonReads:
     )
 
     def __post_init__(self) -> None:
-        of: dict[tuple[int, type], list[int]] = {}
-        for place, one in enumerate(self.ends):
-            if one.between.is_read:
-                of.setdefault((one.number, type(one.between)), []).append(place)
-        self.groups = [places for places in of.values() if len(places) > 1]
+        reads: dict[tuple[int, type], list[int]] = {}
+        for place, end in enumerate(self.ends):
+            if end.between.is_read:
+                reads.setdefault((end.number, type(end.between)), []).append(place)
+        self.groups = [places for places in reads.values() if len(places) > 1]
 
     def targets(self, chosen: Sequence[int]) -> Iterable[tuple[int, list[int | None]]]:
         """Yield the target of each reader of each group in an answer; None if nothing moves."""
         for number, places in enumerate(self.groups):
             ends = [self.ends[place] for place in places]
-            yield number, [one.between.target(*one.places(chosen)) for one in ends]
+            yield number, [end.between.target(*end.places(chosen)) for end in ends]
 
     def shared(self, chosen: Sequence[int]) -> dict[SharedMove, int]:
         """Return the movements that several readers need in an answer, and how many of them."""
@@ -342,14 +342,14 @@ class CommonReads:
 
     def parts(self, chosen: Sequence[int]) -> dict[SharedMove, tuple[float, ...]]:
         """Return parts with which the tables in parts are exact for an answer."""
-        found = {}
+        shares = {}
         for number, targets in self.targets(chosen):
             for target, count in Counter(targets).items():
                 if target is not None:
-                    found[number, target] = tuple(
-                        [1 / count if one == target else 0.0 for one in targets]
+                    shares[number, target] = tuple(
+                        [1 / count if other == target else 0.0 for other in targets]
                     )
-        return found
+        return shares
 
     def saved_s(self, chosen: Sequence[int]) -> float:
         """Return the overestimate of an answer if each reader pays for its movement."""
@@ -368,7 +368,7 @@ class CommonReads:
         self, chosen: Sequence[int], parts: Parts, decided: Decisions
     ) -> dict[SharedMove, float]:
         """Return the underestimate of tables in parts, for each undecided movement."""
-        found = {}
+        gaps = {}
         for number, targets in self.targets(chosen):
             for target in dict.fromkeys(targets):
                 if target is None:
@@ -376,14 +376,18 @@ class CommonReads:
                 move = (number, target)
                 if move in decided.once or move in decided.apart:
                     continue
-                of = parts.get(move)
+                move_parts = parts.get(move)
                 share = (
                     targets.count(target) / len(targets)
-                    if of is None
-                    else sum(part for part, one in zip(of, targets, strict=True) if one == target)
+                    if move_parts is None
+                    else sum(
+                        part
+                        for part, other in zip(move_parts, targets, strict=True)
+                        if other == target
+                    )
                 )
-                found[move] = (1 - share) * self._move_s(move, chosen)
-        return found
+                gaps[move] = (1 - share) * self._move_s(move, chosen)
+        return gaps
 
     def change(
         self, tables: list[CostTable], decided: Decisions, parts: Parts | None = None
@@ -410,8 +414,10 @@ class CommonReads:
                     elif parts is None or move in decided.apart:
                         shares[target] = 1.0
                     else:
-                        own = parts.get(move)
-                        shares[target] = 1 / len(places) if own is None else own[position]
+                        move_parts = parts.get(move)
+                        shares[target] = (
+                            1 / len(places) if move_parts is None else move_parts[position]
+                        )
                 columns = tuple([shares[target] for target in end.between.others])
                 targets = tuple(paid.get(number, ())) if position == 0 else ()
                 tables[place] = self._change(tables[place], end.between, columns, targets)
@@ -431,11 +437,11 @@ class CommonReads:
         # Equal tables stay the same object, by which equal layers are recognized. Their sources are
         # kept, so that no other array gets their identities.
         key = (id(before_s), id(paid_s), columns)
-        known = self._changed.get(key)
-        if known is None:
+        cached = self._changed.get(key)
+        if cached is None:
             has_ways = before_s.ndim == 2
             after_s = before_s * np.array(columns if has_ways else columns[0])
             if paid_s is not None:
                 after_s += paid_s.sum(axis=1, keepdims=True) if has_ways else paid_s.sum(axis=1)
-            known = self._changed[key] = (before_s, paid_s, after_s)
-        return CostTable(table.variables, known[2])
+            cached = self._changed[key] = (before_s, paid_s, after_s)
+        return CostTable(table.variables, cached[2])
