@@ -596,7 +596,7 @@ class ConversionRequest(Options):
     kept: Target | None = None
 
     def __post_init__(self) -> None:
-        self._read_layout()
+        self._read_layouts()
         self._read_adapters()
         # Rules are parsed only once, since they may be an iterator.
         object.__setattr__(self, "rules", parse_rules(self.rules))
@@ -613,8 +613,6 @@ class ConversionRequest(Options):
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         self._check_exclusive()
         _ = self.training_style
-        if self.source_layout is not None:
-            object.__setattr__(self, "source_layout", _read_layout(self.source_layout))
         if self.to is None:
             self._check_kept()
         if self.to is not None or self.kept is not None:
@@ -687,17 +685,20 @@ class ConversionRequest(Options):
             raise UsageError(f"adapters {given!r}; give a list of paths")
         object.__setattr__(self, "adapters", tuple(os.fspath(value) for value in given))
 
-    def _read_layout(self) -> None:
-        if self.layout is None:
+    def _read_layouts(self) -> None:
+        """Read the layouts of engines. The target's determines its mesh."""
+        for name in ("layout", "source_layout"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _read_layout(getattr(self, name)))
+        if self.engine_layout is None:
             return
-        layout = _read_layout(self.layout)
-        object.__setattr__(self, "layout", layout)
-        if self.to is not None and not _is_alike(self.to, layout.mesh):
+        mesh = self.engine_layout.mesh
+        if self.to is not None and not _is_alike(self.to, mesh):
             raise UsageError(
-                f"to {self.to!r} with a layout for {layout.mesh.text}; leave `to` out, or derive a "
-                "layout for it"
+                f"to {self.to!r} with a layout for {mesh.text}; leave `to` out, or derive a layout "
+                "for it"
             )
-        object.__setattr__(self, "to", layout.mesh)
+        object.__setattr__(self, "to", mesh)
 
     @cached_property
     def selection(self) -> TensorSelection:
@@ -760,8 +761,9 @@ class ConversionRequest(Options):
     def _parsed_target(self) -> tuple[DeviceMesh | None, int | None]:
         from reshard.recipes.rank_order import order_axes
 
-        mesh, ranks = _parse_target(self._target)
-        if mesh is None or isinstance(self._target, DeviceMesh):
+        target = self.kept if self.to is None else self.to
+        mesh, ranks = _parse_target("full" if target is None else target)
+        if mesh is None or isinstance(target, DeviceMesh):
             check_used(
                 f"mesh_order={self.mesh_order!r}",
                 self.mesh_order is None,
@@ -769,11 +771,6 @@ class ConversionRequest(Options):
             )
             return mesh, ranks
         return order_axes(mesh, self.mesh_order), ranks
-
-    @property
-    def _target(self) -> Target:
-        target = self.to if self.to is not None else self.kept
-        return "full" if target is None else target
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -838,8 +835,8 @@ class ConversionRequest(Options):
     @property
     def to_text(self) -> str:
         """The target mesh, number of ranks or `full`, as text."""
-        mesh, _ = self._parsed_target
-        return mesh.text if mesh is not None else str(self._target)
+        mesh, ranks = self._parsed_target
+        return mesh.text if mesh is not None else "full" if ranks is None else str(ranks)
 
     @cached_property
     def target_format(self) -> CheckpointFormat:

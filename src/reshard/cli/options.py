@@ -15,17 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from reshard.checkpoint.formats.registry import describe_broken_formats
-from reshard.checkpoint.options import (
-    Options,
-    describe_option,
-    find_options,
-    list_choices,
-)
 from reshard.cli import output
-from reshard.elements import CAST_TYPES, cast_type
 from reshard.errors import UsageError
-from reshard.recipes.overrides import FORMER_ALLOWANCES
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.options import Options
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -129,18 +123,32 @@ def cast_type_choice(choices: Sequence[str]) -> Choice:
     """
 
     def translate(value: str) -> str:
+        from reshard.elements import CAST_TYPES, cast_type
+
         full = cast_type(value).name
         return next(name for name in choices if CAST_TYPES[name] == full)
 
     return Choice(choices, translate)
 
 
+def _list_broken_formats() -> str:
+    """Return the end of an error, which lists plug-ins that could not be loaded."""
+    from reshard.checkpoint.formats.registry import describe_broken_formats
+
+    return describe_broken_formats()
+
+
+def _translate_condition(word: str) -> str:
+    """Return the current name of a condition, which an earlier version called `word`."""
+    from reshard.recipes.overrides import FORMER_ALLOWANCES
+
+    return FORMER_ALLOWANCES.get(word, word)
+
+
 _CHOICES: dict[str, Callable[[Sequence[str]], Choice]] = {
-    # The error lists plug-ins that could not be loaded.
-    "format": partial(Choice, hint=describe_broken_formats),
+    "format": partial(Choice, hint=_list_broken_formats),
     "dtype": cast_type_choice,
-    # Map the condition of an earlier version to the current condition.
-    "allow": partial(Choice, translate=lambda word: FORMER_ALLOWANCES.get(word, word)),
+    "allow": partial(Choice, translate=_translate_condition),
 }
 
 
@@ -154,6 +162,9 @@ def options_of(options: type[Options], *names: str) -> Callable[[Command], Comma
         options: a class whose fields are declared by `reshard.checkpoint.options.option`.
         names: the fields; all that are options of the command if none is given.
     """
+    # Imported here, since commands without such options start without it.
+    from reshard.checkpoint.options import find_options
+
     fields = find_options(options)
     chosen = names or [name for name, field in fields.items() if field.metadata["flag"] is not None]
 
@@ -174,6 +185,8 @@ def flag_of(field: dataclasses.Field[Any]) -> str:
 def _make_option(
     fields: Mapping[str, dataclasses.Field[Any]], field: dataclasses.Field[Any]
 ) -> Callable[[Command], Command]:
+    from reshard.checkpoint.options import describe_option, list_choices
+
     def refer(name: str) -> str:
         return flag_of(fields[name])
 

@@ -68,7 +68,7 @@ from reshard.checkpoint.storage.filesystem import resolve_links, translate_os_er
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
 from reshard.checkpoint.training.model_sets import bare_name, is_auxiliary
 from reshard.checkpoint.training.state import find_training_state
-from reshard.checkpoint.training.state_sharding import StateSharding, assign_with_state
+from reshard.checkpoint.training.state_sharding import StateSharding
 from reshard.dtypes import DType, dtype
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
@@ -240,9 +240,8 @@ def _list_models(
         names = dict(state.weights)
     if not names:
         return {}
-    followers = StateSharding({name: shapes[name] for name in names.values()}, None)
-    followers.with_recipe(recipe)
-    models = followers.list_models()
+    own = {name: shapes[name] for name in names.values()}
+    models = StateSharding(own, None, recipe=recipe).list_models()
     if {*models} == {""}:
         return {"": names}
 
@@ -882,23 +881,19 @@ def assign_tensors(
         RecipeError: rules or a recipe that do not fit.
     """
     by_hand = tuple(rules)
-    types = types_of(checkpoint.tensors)
-    itemsizes_bytes = {name: element.itemsize_bytes for name, element in types.items()}
-
-    def assign_leaders(
-        shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
-    ) -> Assignment:
-        return assign(
-            shapes,
-            mesh,
-            by_hand,
-            recipe,
-            read_config(checkpoint),
-            # A checkpoint of optimizer state alone lacks the parameters; 4 bytes is the default.
-            {name: itemsizes_bytes.get(name, 4) for name in shapes},
-            read_flat_shapes(checkpoint),
-            allow=allow,
-            aliases=aliases,
-        )
-
-    return assign_with_state(checkpoint, by_hand, recipe, mesh, assign_leaders)
+    shapes, types = shapes_of(checkpoint.tensors), types_of(checkpoint.tensors)
+    # Optimizer state follows its parameters, which alone rules shard.
+    followers = StateSharding(shapes, find_training_state(checkpoint), by_hand, recipe)
+    assignment = assign(
+        followers.leaders,
+        mesh,
+        by_hand,
+        recipe,
+        read_config(checkpoint),
+        # A checkpoint of optimizer state alone lacks the parameters; 4 bytes is the default.
+        {name: types[name].itemsize_bytes if name in types else 4 for name in followers.leaders},
+        read_flat_shapes(checkpoint),
+        allow=allow,
+        aliases=followers.aliases,
+    )
+    return followers.spread(assignment, mesh)

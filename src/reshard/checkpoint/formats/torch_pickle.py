@@ -14,12 +14,12 @@ expects.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind
 from reshard.checkpoint.contents import Checkpoint, StoredFile
+from reshard.checkpoint.formats.chunks import ChunkBinder
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 from reshard.checkpoint.formats.safetensors.header import select_files, tensor_size_bytes
 from reshard.checkpoint.formats.safetensors.huggingface import (
@@ -39,9 +39,9 @@ from reshard.checkpoint.formats.torch_files.pickles import shortened
 from reshard.checkpoint.formats.torch_files.reading import (
     StorageChecksums,
     check_tensor,
-    find_address,
     is_torch_file,
     read_torch_file,
+    region_of,
 )
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.formats.write_plan import (
@@ -53,7 +53,6 @@ from reshard.checkpoint.formats.write_plan import (
 from reshard.checkpoint.storage.filesystem import is_attribute_file
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import FormatError
-from reshard.layout import Layout
 
 FORMAT_NAME = "torch-pickle"
 SINGLE_FILE = "pytorch_model.bin"
@@ -201,25 +200,12 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
     paths: dict[str, tuple[str | int, ...]] = {}
     unread: dict[str, str] = {}
     unreadable: dict[str, str] = {}
-    numbers: dict[Hashable, int] = {}
-    kinds: list[TensorKind] = []
-    names: list[str] = []
-    kind: list[int] = []
-    starts: list[int] = []
+    binder = ChunkBinder(folder)
     archived: list[tuple[str, str, ArchivedTensor]] = []
     checksums = StorageChecksums()
     for file, flat in states.items():
         for name, tensor in flat.tensors.items():
-            address, view = find_address(file, tensor)
-            key = file, tensor.dtype, tensor.shape, view
-            if key not in numbers:
-                numbers[key] = len(kinds)
-                layout = Layout.whole(tensor.shape, [0], 1)
-                views = {} if view is None else {0: view}
-                kinds.append(TensorKind(tensor.dtype, layout, ((0, None),), (file,), None, views))
-            names.append(name)
-            kind.append(numbers[key])
-            starts.append(address.start_bytes)
+            binder.add(name, tensor.dtype, tensor.shape, [(0, region_of(file, tensor))], 1)
             archived.append((name, file, tensor))
             checksums.add_whole(name, "the whole", file, tensor)
         values.update(flat.values)
@@ -231,7 +217,7 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
     return Checkpoint(
         folder,
         FORMAT_NAME,
-        TensorColumns(names, kinds, kind, starts),
+        binder.bind(),
         files,
         paths=paths,
         checksums=checksums.list(),

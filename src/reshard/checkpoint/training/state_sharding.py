@@ -24,14 +24,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
-from reshard.checkpoint.blocks.tensor_columns import shapes_of
-from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.optimizer_states import STEP
 from reshard.checkpoint.training.model_sets import bare_name, find_common_prefixes
-from reshard.checkpoint.training.state import TrainingState, find_training_state
+from reshard.checkpoint.training.state import TrainingState
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment
@@ -58,6 +56,8 @@ class StateSharding:
         shapes: the shapes of all tensors, by name.
         state: the training state, or None if the checkpoint does not have optimizer state.
         by_hand: the user's rules.
+        recipe: the recipe whose rules come after them, if any. A prefix that its names lack is
+            removed from the names that rules match (`aliases`).
 
     >>> shapes = {"model.up": (8, 4), "optim.state.up.exp_avg": (8, 4), "optim.state.up.step": ()}
     >>> StateSharding(shapes, find_training_state(shapes)).leaders
@@ -69,6 +69,7 @@ class StateSharding:
         shapes: Mapping[str, Shape],
         state: TrainingState | None,
         by_hand: Sequence[Rule] = (),
+        recipe: Recipe | None = None,
     ) -> None:
         self.shapes = shapes
         self.leaders: dict[str, Shape] = {}
@@ -81,10 +82,15 @@ class StateSharding:
         self._prefixes: list[str] = []
         if state is None:
             self.leaders |= shapes
-            return
+        else:
+            self._add_state(state, by_hand)
+        if recipe is not None:
+            self._remove_prefixes(recipe)
+
+    def _add_state(self, state: TrainingState, by_hand: Sequence[Rule]) -> None:
         self._state, self._by_hand = state, by_hand
         for bare, name in state.weights.items():
-            self.leaders[name] = shapes[name]
+            self.leaders[name] = self.shapes[name]
             if bare != name:
                 self.aliases[name] = bare
         for parameter, tensors in state.optimizer.items():
@@ -92,12 +98,12 @@ class StateSharding:
         for name in (*state.others, *(name for name, _ in state.unplaced)):
             copied = self._find_copied(name)
             if any(rule.matches(name) for rule in by_hand):
-                self.leaders[name] = shapes[name]
+                self.leaders[name] = self.shapes[name]
             elif copied is not None:
-                self._followers[name] = copied, tuple(range(len(shapes[name])))
+                self._followers[name] = copied, tuple(range(len(self.shapes[name])))
             else:
                 self._whole.append(name)
-        self._notes += _describe(shapes, state, self._apart)
+        self._notes += _describe(self.shapes, state, self._apart)
 
     def _add(self, parameter: str, tensors: Mapping[str, str]) -> None:
         """Add the optimizer state of a parameter."""
@@ -136,10 +142,8 @@ class StateSharding:
                 return True
         return False
 
-    def with_recipe(self, recipe: Recipe | None) -> None:
-        """Remove the prefix that a recipe's names do not have from the names that rules match."""
-        if recipe is None:
-            return
+    def _remove_prefixes(self, recipe: Recipe) -> None:
+        """Remove the prefixes that a recipe's names do not have from the names that rules match."""
         names = {name: self.aliases.get(name, name) for name in self.leaders}
         # Each of several models, such as weights and their average, has its own prefix.
         rest = [bare_name(name) for name in names.values()]
@@ -198,28 +202,6 @@ class StateSharding:
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on state that is not sharded like its parameter."""
         return tuple(self._notes)
-
-
-def assign_with_state(
-    checkpoint: Checkpoint,
-    rules: Sequence[Rule],
-    recipe: Recipe | None,
-    mesh: DeviceMesh,
-    assign_leaders: Callable[[Mapping[str, Shape], Mapping[str, str]], Assignment],
-) -> Assignment:
-    """Return the assignment of a checkpoint's tensors; optimizer state follows its parameters.
-
-    Args:
-        checkpoint: a checkpoint with or without optimizer state.
-        rules: the user's rules.
-        recipe: the recipe of the model, if any.
-        mesh: the devices.
-        assign_leaders: assigns shardings by rules, given shapes by name and the names to match.
-    """
-    shapes = shapes_of(checkpoint.tensors)
-    followers = StateSharding(shapes, find_training_state(checkpoint), rules)
-    followers.with_recipe(recipe)
-    return followers.spread(assign_leaders(followers.leaders, followers.aliases), mesh)
 
 
 def find_dims(parameter: Shape, state: Shape, key: str) -> Dims | None:

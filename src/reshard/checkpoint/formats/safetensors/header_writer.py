@@ -38,27 +38,6 @@ from reshard.checkpoint.formats.write_plan import NewFile
 from reshard.errors import FormatError, UsageError
 from reshard.runs import IntArray, find_distinct
 
-
-def write_entries(
-    names: Sequence[str], kinds: Sequence[HeaderKind], kind: IntArray, begin: int = 0
-) -> str:
-    """Return the JSON text of the entries of consecutive tensors from offset `begin` on."""
-    sizes = [tensor_size_bytes(element, shape) for element, shape in kinds]
-    stops = begin + np.cumsum(np.array(sizes or [0], dtype=np.int64)[kind])
-    starts = [begin, *stops[:-1].tolist()]
-    texts = [
-        f'":{{"dtype":"{element.safetensors_tag}","shape":[{",".join(map(str, shape))}],'
-        for element, shape in kinds
-    ]
-    quoted = map(json.encoder.encode_basestring, names)
-    return ",".join(
-        f'{name[:-1]}{texts[number]}"data_offsets":[{start},{stop}]}}'
-        for name, number, start, stop in zip(
-            quoted, kind.tolist(), starts, stops.tolist(), strict=True
-        )
-    )
-
-
 _ALIGNMENT_BYTES = 4096
 _TENSORS_A_PIECE = 8192
 _WRITTEN_BYTES = 1 << 18
@@ -123,21 +102,31 @@ class NewHeader(Record, eq=False):
     def _text(self) -> Iterator[str]:
         between = "{"
         if self.metadata:
-            yield '{"__metadata__":{'
-            for number, (key, value) in enumerate(self.metadata.items()):
-                yield f"{',' if number else ''}{encode_basestring(key)}:"
+            between = '{"__metadata__":{'
+            for key, value in self.metadata.items():
+                text = "" if key == self.offsets_key else encode_basestring(value)
+                yield f"{between}{encode_basestring(key)}:{text}"
                 if key == self.offsets_key:
                     yield from self._offsets_text()
-                else:
-                    yield encode_basestring(value)
-            yield "}"
-            between = ","
+                between = ","
+            between = "},"
+        texts = [
+            f'":{{"dtype":"{element.safetensors_tag}","shape":[{",".join(map(str, shape))}],'
+            for element, shape in self.kinds
+        ]
         end = 0
         for names, kind in self._parts():
-            yield between + write_entries(names, self.kinds, kind, end)
-            end += int(self._kind_bytes[kind].sum())
-            between = ","
-        yield "}" if self.metadata or len(self.rows) else "{}"
+            stops = end + np.cumsum(self._kind_bytes[kind])
+            starts = [end, *stops[:-1].tolist()]
+            columns = zip(
+                map(encode_basestring, names), kind.tolist(), starts, stops.tolist(), strict=True
+            )
+            yield between + ",".join(
+                f'{name[:-1]}{texts[number]}"data_offsets":[{start},{stop}]}}'
+                for name, number, start, stop in columns
+            )
+            between, end = ",", int(stops[-1])
+        yield "}" if len(self.rows) else "}}" if self.metadata else "{}"
 
     def _parts(self) -> Iterator[tuple[list[str], IntArray]]:
         """Yield batches of names and kinds."""
@@ -258,9 +247,7 @@ def place_header(header: NewHeader, label: str = "new file") -> NewHeader:
             check_shape(name, element, shape)
     except FormatError as error:
         raise UsageError(str(error)) from error
-    counts = np.bincount(header.kind, minlength=len(header.kinds)).tolist()
-    each = zip(header.kinds, counts, strict=False)
-    size_bytes = sum(tensor_size_bytes(*kind) * count for kind, count in each)
+    size_bytes = header.file_size_bytes - header.data_start_bytes
     if size_bytes > LARGEST_OFFSET:
         raise UsageError(f"{label}: {size_bytes} bytes of tensors, expected fewer than 2**63")
     length = header.data_start_bytes - LENGTH_BYTES
