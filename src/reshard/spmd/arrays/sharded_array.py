@@ -350,7 +350,7 @@ class ShardedArray(ArrayValue):
 
     def _tell_readers(self) -> None:
         # Recorders that differentiate raise an error: values read from elements have no gradient.
-        for recorder in recorders:
+        for recorder in recorders.active:
             recorder.record_read(self)
 
     def shard(self, target: DeviceMesh | ShardingSpec, dims: Dims | None = None) -> ShardedArray:
@@ -373,7 +373,7 @@ class ShardedArray(ArrayValue):
         made: ShardedArray = type(self).of_shards(kind, shards, self.runner)
         if self.is_given:
             made.mark_given()
-        for recorder in recorders:
+        for recorder in recorders.active:
             recorder.record_reshard(self, made)
         return made
 

@@ -38,6 +38,8 @@ BY_KIND: dict[str, tuple[DType, ...]] = {
 }
 """The array API's types, by the names that `isdtype` takes."""
 
+_KINDS = {dtype: kind for kind, types in BY_KIND.items() for dtype in types}
+
 
 def kind_of(dtype: DType) -> str:
     """Return the kind of a type, as `isdtype` takes it.
@@ -45,9 +47,9 @@ def kind_of(dtype: DType) -> str:
     >>> kind_of(as_dtype("bfloat16"))
     'real floating'
     """
-    for kind, types in BY_KIND.items():
-        if dtype in types:
-            return kind
+    known = _KINDS.get(dtype)
+    if known is not None:
+        return known
     return "complex floating" if dtype.name.startswith("complex") else "real floating"
 
 

@@ -54,7 +54,7 @@ def rematerialized(function: Function) -> Function:
 
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
-        tapes = [recorder for recorder in recorders if isinstance(recorder, Tape)]
+        tapes = [recorder for recorder in recorders.active if isinstance(recorder, Tape)]
         if not tapes:
             return function(*arguments, **options)
         return _run_hidden(function, arguments, options, tapes)
@@ -101,14 +101,14 @@ class _Outsiders(Recorder):
 @contextmanager
 def without(tapes: Sequence[Any]) -> Iterator[None]:
     """Hide operations inside from tapes, and from recorders that listen for tapes."""
-    before = list(recorders)
-    recorders.replace(
+    before = recorders.active
+    recorders.active = tuple(
         recorder for recorder in before if not any(recorder is tape for tape in tapes)
     )
     try:
         yield
     finally:
-        recorders.replace(before)
+        recorders.active = before
 
 
 def _run_hidden(

@@ -301,7 +301,7 @@ def _list_hearing(arrays: Sequence[Any]) -> list[tuple[Recorder, Recorder]]:
     """
     is_abstract = any(isinstance(x, ArrayValue) and x.runner.is_abstract for x in arrays)
     observers: list[tuple[Recorder, Recorder]] = []
-    for recorder in recorders:
+    for recorder in recorders.active:
         if not isinstance(recorder, OfElements):
             observers.append((recorder, recorder))
         elif not is_abstract:
@@ -478,6 +478,6 @@ def ended(x: Any, spec: ShardingSpec, like: Any = None) -> Any:
         return placed(x, spec)
     result = x.shard(spec)
     if like is not None:
-        for recorder in recorders:
+        for recorder in recorders.active:
             recorder.record_end(result, like)
     return result

@@ -74,8 +74,10 @@ def _is_exact(dtype: DType, target: DType) -> object:
 
 def check_device(device: object, beside: Any = None) -> None:
     """Raise UsageError for a device other than the default device, or the device of `beside`."""
+    if device is None:
+        return
     own = getattr(beside, "device", "cpu")
-    if device is not None and str(device) != own:
+    if str(device) != own:
         raise UsageError(
             f"device {device!r}; {own!r} was expected, for shards stay where they are made: give a "
             "tensor of that device to sp.array or sp.from_shards"

@@ -76,7 +76,7 @@ def _beside(first: ArrayValue, array: ArrayValue) -> ArrayValue:
     runner = first.runner
     if array.runner is not in_process("numpy") or runner.is_abstract:
         return array
-    for recorder in recorders:
+    for recorder in recorders.active:
         # The copy is a new array, on which no gradient depends: recorders must know of the read.
         recorder.record_read(array)
     mesh = None if array.type.spec is None else array.type.spec.mesh

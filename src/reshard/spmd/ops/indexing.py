@@ -342,7 +342,10 @@ def getitem(x: Any, key: Any) -> Any:
         ArrayIndexError: an index that is out of range, too many indices, or an invalid slice.
         ShardError: a key of a kind that sharded arrays do not support.
     """
-    items = [_read_item(item) for item in (key if isinstance(key, tuple) else (key,))]
+    items = list(key) if isinstance(key, tuple) else [key]
+    if _BASIC.issuperset(map(type, items)):
+        return _take_basic(x, items)
+    items = [_read_item(item) for item in items]
     if len(items) == 1 and _is_mask(items[0]):
         return _take_masked(x, items[0])
     if any(_is_mask(item) for item in items):
@@ -354,6 +357,10 @@ def getitem(x: Any, key: Any) -> Any:
     if arrays:
         return _gather(x, items)
     return _take_basic(x, items)
+
+
+_BASIC = frozenset([slice, int, type(None), type(Ellipsis)])
+"""The types of the items of most keys, which need no reading."""
 
 
 def _take_basic(x: Any, items: list[Any]) -> Any:
@@ -403,7 +410,7 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
     if turned:
         result = movement.flip(result, axis=tuple(turned))
     if gone:
-        result = movement.squeeze(result, tuple(gone))
+        result = call("squeeze", (result,), {"axis": tuple(gone)})
     for place in added:
         result = movement.expand_dims(result, axis=place)
     return result

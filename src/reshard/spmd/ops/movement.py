@@ -101,10 +101,12 @@ _BROADCASTING = OperatorClass.BROADCASTING
 def _to_shape_kernel(work: LocalWork) -> list[Function]:
     """Return kernels that reshape or broadcast to the result's shape on each rank."""
     function = find_function(work, work.library.namespace, work.name)
-    return [
-        lambda x, shape=shape: function(x, shape)
-        for shape in work.result_shapes_here(work.attributes["shape"])
-    ]
+    shapes = work.result_shapes_here(work.attributes["shape"])
+    # Ranks with equal shapes have the same kernel.
+    kernels: dict[Shape, Function] = {
+        shape: lambda x, shape=shape: function(x, shape) for shape in shapes
+    }
+    return [kernels[shape] for shape in shapes]
 
 
 register(

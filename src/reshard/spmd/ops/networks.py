@@ -73,7 +73,7 @@ def _find_most(x: Any, axis: Axis) -> Any:
     """Return the maximum along axes as a constant, since subtracting it does not affect results."""
     most = reductions.max(x, axis=axis, keepdims=True)
     # Differentiating the maximum would require finding the maximal elements on all ranks.
-    is_differentiated = any(recorder.differentiates for recorder in recorders)
+    is_differentiated = any(recorder.differentiates for recorder in recorders.active)
     return call("stop_gradient", (most,)) if is_differentiated else most
 
 

@@ -105,7 +105,7 @@ def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     moved = _count_moved_bytes(x, parts, wants_places=name == "argsort")
     gathered_bytes = (parts - 1) * int(x.shape[0] * x.dtype.itemsize_bytes)
     # Recorders of a traced function's graph accept the sort as a single operation.
-    is_seen = any(not recorder.takes_bodies for recorder in recorders)
+    is_seen = any(not recorder.takes_bodies for recorder in recorders.active)
     if is_seen or moved is None or sum(moved) >= gathered_bytes:
         return None
     if not x.runner.is_abstract:

@@ -46,8 +46,8 @@ from reshard.spmd.core.local_work import (
     own_attributes,
     part_lengths,
 )
-from reshard.spmd.core.operator import Infer, TapeStep, operators, ship
-from reshard.spmd.core.result_types import boolean, index, kind_of, of_first, promoted, total
+from reshard.spmd.core.operator import Infer, TapeStep, ship
+from reshard.spmd.core.result_types import boolean, index, kind_of, of_first, total
 from reshard.spmd.ops import data_types, elementwise, movement
 from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops.arguments import of_arrays
@@ -68,14 +68,12 @@ Axis = int | Sequence[int] | None
 @of_arrays
 def sum(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
     """The sum over axes, over all when None."""
-    wide = _find_total_type("sum", x, dtype)
+    wide = _find_total_type(x, dtype)
     return call("sum", (x,), _make_attributes(axis, keepdims), {"dtype": wide})
 
 
-def _find_total_type(name: str, x: Any, dtype: object) -> DType:
-    """Return the element type of a total, from the operator's record."""
-    types = operators[name].result_types or promoted
-    return types((x.dtype,), {"dtype": dtype}, x.runner.computing.name)[0]
+def _find_total_type(x: Any, dtype: object) -> DType:
+    return total((x.dtype,), {"dtype": dtype}, x.runner.computing.name)[0]
 
 
 def _make_attributes(axis: Axis, keepdims: bool) -> dict[str, Any]:
@@ -125,7 +123,7 @@ register(
 @of_arrays
 def prod(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
     """The product over axes, over all when None."""
-    wide = _find_total_type("prod", x, dtype)
+    wide = _find_total_type(x, dtype)
     return call("prod", (x,), _make_attributes(axis, keepdims), {"dtype": wide})
 
 
@@ -231,7 +229,7 @@ def check_ordered(x: Any, name: str) -> None:
 def check_some(x: Any, axis: Axis, name: str) -> None:
     """Raise UsageError for an extremum of complex numbers, or of no elements."""
     check_ordered(x, name)
-    if not _count_reduced(x.shape, axis):
+    if 0 in x.shape and not _count_reduced(x.shape, axis):
         raise UsageError(
             f"{name} over axes {axis} of shape {list(x.shape)}, which have no elements; at least "
             "one was expected"
@@ -413,7 +411,7 @@ def _take_totals(name: str, x: Any, axis: int | None, dtype: object, include_ini
         if x.ndim != 1:
             raise UsageError(f"{name} of shape {list(x.shape)} needs an axis; give axis=")
         axis = 0
-    wide = _find_total_type(name, x, dtype)
+    wide = _find_total_type(x, dtype)
     x = data_types.astype(x, wide)
     place = rules.axis_of(x.ndim, axis)
     # The result is an element longer than the parts, so the operator works on the whole axis.

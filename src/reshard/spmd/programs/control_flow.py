@@ -181,7 +181,7 @@ def scan(
     parts = replaced(sequences, lambda x: None if x is None else _whole_first(x))
     recorder = listening_recorder()
     # A gradient sees each step by itself.
-    is_seen = any(isinstance(listener, Tape) for listener in recorders)
+    is_seen = any(isinstance(listener, Tape) for listener in recorders.active)
     if recorder is not None and not is_seen and count and arrays_of([carried, parts]):
         return _record_scan(body, carried, parts, count, reverse, recorder)
     return _run_scan(body, carried, parts, count, reverse)

@@ -283,7 +283,7 @@ class JittedFunction:
         program = self._programs.get(program_key)
         if program is None:
             program = self._trace(program_key, arguments, options)
-        if not self._donate or recorders:
+        if not self._donate or recorders.active:
             # A recorder, such as a gradient's tape, keeps the arguments.
             return program.run(arrays, runner)
         donated_arrays = [arrays[n] for n in self._find_donated(arguments)]

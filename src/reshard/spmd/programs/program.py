@@ -441,7 +441,7 @@ class Program:
             number: self._enter(x, number, runner)
             for number, x in zip(self._arguments, arguments, strict=True)
         }
-        if recorders or runner.is_abstract:
+        if recorders.active or runner.is_abstract:
             # Recorders, such as a gradient's tape, observe operations.
             return self._interpret(arrays, runner)
         program = self._program

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import reprlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -290,18 +290,7 @@ class _Forwarding(Recorder):
 class _Listening(threading.local):
     """The recorders of a thread, which observe only the operations of that thread."""
 
-    # Read by every operation: an attribute takes less time than a method.
     active: tuple[Recorder, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.active)
-
-    def __iter__(self) -> Iterator[Recorder]:
-        return iter(self.active)
-
-    def replace(self, recorders: Iterable[Recorder]) -> None:
-        """Let only these recorders listen from here on."""
-        self.active = tuple(recorders)
 
 
 recorders = _Listening()
@@ -322,13 +311,13 @@ def recording(recorder: object) -> Iterator[None]:
             f"recording by {recorder!r}, a {type(recorder).__name__}; an object with the methods "
             "record and record_reshard was expected: see sp.Recorder"
         )
-    before = list(recorders)
+    before = recorders.active
     added = recorder if isinstance(recorder, Recorder) else _Forwarding(recorder)
-    recorders.replace([*before, added])
+    recorders.active = (*before, added)
     try:
         yield
     finally:
-        recorders.replace(before)
+        recorders.active = before
 
 
 @contextmanager
@@ -337,17 +326,17 @@ def unrecorded() -> Iterator[None]:
 
     If a function is traced inside, tapes see only its operations on arrays from outside.
     """
-    before = list(recorders)
-    recorders.replace([own for one in before if (own := one.of_elements) is not None])
+    before = recorders.active
+    recorders.active = tuple(own for one in before if (own := one.of_elements) is not None)
     try:
         yield
     finally:
-        recorders.replace(before)
+        recorders.active = before
 
 
 def is_watched(arrays: Sequence[Any]) -> bool:
     """Return whether a listening tape has to record operations on any of the arrays."""
-    return any(recorder.watches(arrays) for recorder in recorders)
+    return any(recorder.watches(arrays) for recorder in recorders.active)
 
 
 def placed(x: Any, spec: ShardingSpec) -> Any:
@@ -406,7 +395,7 @@ def call(
 
 def _notify(done: CompiledCall, operands: Sequence[Any], results: Any) -> None:
     made = results if isinstance(results, tuple) else (results,)
-    for recorder in recorders:
+    for recorder in recorders.active:
         notify_recorder(recorder, done, operands, made)
 
 

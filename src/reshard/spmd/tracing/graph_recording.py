@@ -208,7 +208,7 @@ class GraphRecorder(Recorder):
         meshes = tuple(None if kind.spec is None else kind.spec.mesh for kind in types)
         body = replace(body, result_meshes=meshes)
         self._add(name, rule, operands, results, attributes, body=body)
-        for recorder in recorders:
+        for recorder in recorders.active:
             recorder.record_operands(operands)
         return results
 
@@ -218,7 +218,9 @@ _NUMBER_TYPES = {bool: "bool", int: "int64", float: "float64", complex: "complex
 
 def listening_recorder() -> GraphRecorder | None:
     """Return the recorder of the innermost traced function, or None outside of tracing."""
-    graph_recorders = [recorder for recorder in recorders if isinstance(recorder, GraphRecorder)]
+    graph_recorders = [
+        recorder for recorder in recorders.active if isinstance(recorder, GraphRecorder)
+    ]
     return graph_recorders[-1] if graph_recorders else None
 
 

@@ -187,7 +187,9 @@ def record_stage(
     graph_recorders: list[GraphRecorder] = []
 
     def run(parameters: Any, *inputs: Any) -> Any:
-        recorder = next(recorder for recorder in recorders if isinstance(recorder, GraphRecorder))
+        recorder = next(
+            recorder for recorder in recorders.active if isinstance(recorder, GraphRecorder)
+        )
         graph_recorders.append(recorder)
         output, back = function(parameters, *inputs)
         if not isinstance(output, ArrayValue):
@@ -346,7 +348,9 @@ class StagePasses:
         Raises what the function does.
         """
         arrays: list[Any] = []
-        stage = None if recorders else self._find_programs(parameters, inputs, is_split, arrays)
+        stage = (
+            None if recorders.active else self._find_programs(parameters, inputs, is_split, arrays)
+        )
         if stage is None:
             return _EagerPass(*self._differentiate(is_split)(parameters, *inputs))
         return ProgramPass(stage, arrays)
