@@ -270,15 +270,17 @@ class JittedFunction:
         read_kind(arguments, key, arrays)
         if options:
             read_kind(options, key, arrays)
-        first = next((array for array in arrays if isinstance(array, ShardedArray)), None)
-        is_abstract = first is not None and any(
-            isinstance(array, ShardedArray) and array.runner.is_abstract for array in arrays
-        )
-        if is_abstract or listening_recorder() is not None:
+        runner = None
+        is_traced = bool(recorders.active) and listening_recorder() is not None
+        for array in arrays:
+            if isinstance(array, ShardedArray):
+                runner = runner or array.runner
+                is_traced = is_traced or array.runner.is_abstract
+        if is_traced:
             # It is part of another function that is traced, whose arrays it may read without being
             # given any.
             return self._function(*arguments, **options)
-        runner = first.runner if first is not None else runner_for(*arrays[:1])
+        runner = runner or runner_for(*arrays[:1])
         program_key = (*key, runner)
         program = self._programs.get(program_key)
         if program is None:

@@ -426,21 +426,14 @@ class Program:
 
     def interpret(self, arguments: Sequence[Any], runner: Runner) -> Any:
         """Return the results as `run` does, executing operation by operation."""
-        arrays = {
-            number: self._enter(x, number, runner)
-            for number, x in zip(self._arguments, arguments, strict=True)
-        }
-        return self._interpret(arrays, runner)
+        return self._interpret(self._enter(self._arguments, arguments, runner), runner)
 
     def run(self, arguments: Sequence[Any], runner: Runner, donated: Sequence[int] = ()) -> Any:
         """Return the results for arrays among the arguments, in their order.
 
         `donated` are places of arrays that nobody else has: each is freed after its last use.
         """
-        arrays = {
-            number: self._enter(x, number, runner)
-            for number, x in zip(self._arguments, arguments, strict=True)
-        }
+        arrays = self._enter(self._arguments, arguments, runner)
         if recorders.active or runner.is_abstract:
             # Recorders, such as a gradient's tape, observe operations.
             return self._interpret(arrays, runner)
@@ -479,12 +472,18 @@ class Program:
             values[number] = output
         return filled(self._graph.returned, values)
 
-    def _enter(self, x: Any, number: int, runner: Runner) -> Any:
-        """Return an argument in the sharding that the program takes."""
-        input_type = self._wanted[number]
-        if isinstance(x, ShardedArray) and x.type is input_type and x.runner is runner:
-            return x
-        return array(x, None if input_type is None else input_type.spec, runner=runner)
+    def _enter(
+        self, numbers: Iterable[int], inputs: Iterable[Any], runner: Runner
+    ) -> dict[int, Any]:
+        """Return inputs by number, in the shardings that the program takes."""
+        arrays = {}
+        for number, x in zip(numbers, inputs, strict=True):
+            input_type = self._wanted[number]
+            is_fitting = isinstance(x, ShardedArray) and x.type is input_type
+            if input_type is not None and not (is_fitting and x.runner is runner):
+                x = array(x, input_type.spec, runner=runner)
+            arrays[number] = x
+        return arrays
 
     def _interpret(self, arrays: dict[int, Any], runner: Runner) -> Any:
         return filled(self._graph.returned, self._compute(arrays, runner))
@@ -493,10 +492,8 @@ class Program:
         self, arrays: dict[int, Any], runner: Runner, observe: Observe | None = None
     ) -> dict[int, Any]:
         if not self._fixed:
-            self._fixed = {
-                number: x if self._wanted[number] is None else self._enter(x, number, runner)
-                for number, x in self._graph.constants.items()
-            }
+            constants = self._graph.constants
+            self._fixed = self._enter(constants, constants.values(), runner)
         return interpret(self._graph, arrays | self._fixed, observe)
 
     def _prepare(self, arrays: dict[int, Any], runner: Runner) -> Any:
