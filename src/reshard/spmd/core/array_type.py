@@ -44,7 +44,7 @@ class ArrayType(Interned):
     def __init__(
         self, shape: Iterable[int], dtype: DType, spec: ShardingSpec | None = None
     ) -> None:
-        self.shape = tuple(int(size) for size in shape)
+        self.shape = tuple(map(int, shape))
         self.dtype = dtype
         self.spec = spec
         if spec is not None and spec.ndim != len(self.shape):
@@ -123,6 +123,7 @@ def _make_plain(spec: ShardingSpec) -> ShardingSpec:
     )
 
 
+@lru_cache(maxsize=4096)
 def without_partial(spec: ShardingSpec) -> ShardingSpec:
     """Return the sharding that is left when all contributions are combined."""
     return ShardingSpec(spec.mesh, spec.dim_specs) if spec.partial_axes else spec

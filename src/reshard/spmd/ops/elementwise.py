@@ -60,7 +60,7 @@ def operands(*values: Any) -> list[Any]:
     if not arrays:
         return list(values)
     first = arrays[0]
-    if any(array.runner is not first.runner for array in arrays):
+    if len({array.runner for array in arrays}) > 1:
         first = next((array for array in arrays if array.runner.library.name != "numpy"), first)
     converted = []
     for value in values:

@@ -9,7 +9,7 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
-from reshard.sharding import ShardingSpec
+from reshard.spmd.core.array_type import without_partial
 from reshard.spmd.core.result_types import BY_KIND
 from reshard.spmd.ops import elementwise
 from reshard.spmd.ops.arguments import as_whole, explain_errors, of_arrays
@@ -25,7 +25,7 @@ def full_like(x: Any, /, fill_value: Any, *, dtype: object = None, device: objec
     value = _make_scalar(x, fill_value, target)
     spec = x.type.spec
     filled = broadcast_to(value, x.shape)
-    return filled if spec is None else filled.shard(ShardingSpec(spec.mesh, spec.dim_specs))
+    return filled if spec is None else filled.shard(without_partial(spec))
 
 
 def _make_scalar(x: Any, value: Any, dtype: DType) -> Any:

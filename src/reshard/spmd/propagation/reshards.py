@@ -568,6 +568,8 @@ def _find_staying(source: Sharding, target: Sharding) -> Parts:
 
 def _subtract(sharding: Sharding, combined: Parts) -> Sharding:
     """Return a sharding without contributions along some axes."""
+    if not sharding.partial:
+        return sharding
     left = difference(sharding.partial, combined)
     return sharding._replace(partial=left, reduction=sharding.reduction if left else None)
 
@@ -590,7 +592,7 @@ def difference(parts: Parts, other: Parts) -> Parts:
     >>> difference(((0, 1, 8, 0),), ((0, 2, 2, 0),))
     ((0, 1, 2, 0), (0, 4, 2, 0))
     """
-    if not other:
+    if not (parts and other):
         return ordered(parts)
     left = list(parts)
     for removed in other:

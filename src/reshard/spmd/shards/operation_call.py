@@ -77,22 +77,14 @@ def compute(
     return rows
 
 
-def take_column(
-    operand: Any, move: Movement | None, spec: ShardingSpec | None, count: int, mover: Runner
-) -> tuple[Any, ...]:
-    # In an abstract runner all ranks take the same operand: it has no elements, or is a constant of
-    # a traced function, which has only the shards of this process.
-    if mover.is_abstract or not isinstance(operand, ArrayValue):
-        return (operand,) * count
-    if move is None or spec is None:
-        return operand._shards
-    return take_moved(operand, spec, move)
+Take = tuple[bool, tuple[ShardingSpec, Movement] | None]
+"""How ranks take an operand: whether all take the same, else the sharding that it is moved to."""
 
 
 def make_run(
     call: CompiledCall,
     operator: Operator,
-    movements: Sequence[Movement | None],
+    takes: Sequence[Take],
     runner: Runner,
     wrap: type[ArrayValue],
 ) -> RunCall:
@@ -107,7 +99,7 @@ def make_run(
     # operations on arrays of fitting shardings, and on numbers, the most frequent.
     is_final = call.is_single and call.made == call.results
     is_plain = is_final and is_same and not call.shares_failure
-    is_plain = is_plain and not any(movements) and not runner.is_abstract
+    is_plain = is_plain and not any(target for _, target in takes) and not runner.is_abstract
     if is_plain and len(call.operands) == 1:
 
         def run_one(x: Any) -> Any:
@@ -143,15 +135,11 @@ def make_run(
 
         return run_two
     count = len(functions)
-    takes = [
-        (kind is not None and move is None and not runner.is_abstract, move, spec)
-        for kind, move, spec in zip(call.operands, movements, call.runs_with, strict=True)
-    ]
 
     def run(*operands: Any) -> Any:
         columns = [
-            x._shards if is_here else take_column(x, move, spec, count, runner)
-            for x, (is_here, move, spec) in zip(operands, takes, strict=True)
+            (x,) * count if is_shared else take_moved(x, *target) if target else x._shards
+            for x, (is_shared, target) in zip(operands, takes, strict=True)
         ]
         rows = compute(name, functions, columns, operands, runner, call.shares_failure)
         if is_final:
@@ -562,9 +550,17 @@ def _compile(
         return made_again
     # 4. Movements of operands, and the function that each rank computes.
     ranks = runner.ranks(mesh)
-    movements = [
-        None if one is None or one.spec is spec or spec is None else runner.movement(one, spec)
-        for one, spec in zip(types, runs_with, strict=True)
+    targets = [
+        None
+        if kind is None or spec is None or kind.spec is spec
+        else (spec, runner.movement(kind, spec))
+        for kind, spec in zip(types, runs_with, strict=True)
+    ]
+    # In an abstract runner all ranks take the same operand: it has no elements, or is a constant of
+    # a traced function, which has only the shards of this process.
+    takes = [
+        (kind is None or runner.is_abstract, target)
+        for kind, target in zip(types, targets, strict=True)
     ]
     work = LocalWork(
         name,
@@ -581,8 +577,8 @@ def _compile(
     )
     functions = runner.functions(operator, work)
     columns = [
-        take_column(operand, move, spec, len(ranks), runner)
-        for operand, move, spec in zip(operands, movements, runs_with, strict=True)
+        (x,) * len(ranks) if is_shared else take_moved(x, *target) if target else x._shards
+        for x, (is_shared, target) in zip(operands, takes, strict=True)
     ]
     # 5. The first run, which determines the results' element types.
     shares_failure = operator.may_fail(work, runner.has_everyone(mesh))
@@ -616,7 +612,7 @@ def _compile(
         shares_failure,
     )
     # Set afterwards, since the function is made from the record that it belongs to.
-    object.__setattr__(done, "run", make_run(done, operator, movements, runner, wrap))
+    object.__setattr__(done, "run", make_run(done, operator, takes, runner, wrap))
     if len(runner.calls) >= MAX_CACHED:
         runner.calls.clear()
     runner.calls[key] = done
