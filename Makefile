@@ -112,7 +112,7 @@ QUICK := \
 	tests/collectives/test_steps.py tests/spmd/rules tests/spmd/propagation/test_propagation.py \
 	tests/spmd/test_eager_networks.py tests/cli/test_golden_output.py tests/cli/test_program.py \
 	"tests/torch/test_redistribution.py::test_every_tensor_is_what_the_oracle_and_dtensor_say[2]" \
-	"tests/torch/test_spmd_processes.py::test_what_networks_are_made_of_over_processes[2]" \
+	"tests/torch/test_spmd_processes.py::test_layers_of_networks_run_over_processes[2]" \
 	tests/torch/test_refit_processes.py::test_models_are_refitted_between_four_ranks \
 	tests/checkpoint/test_processes.py::test_more_processes_go_on_from_fewer \
 	README.md docs/plans.md docs/spmd.md examples

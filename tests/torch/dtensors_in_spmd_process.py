@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import reshard
 import reshard.spmd as sp
+from rank_cases import report_each
 from refit_models import expect
 from reshard.errors import ReshardError
 from reshard.torch import Refit, redistribute, refit
@@ -56,7 +57,7 @@ def dtensors_become_arrays(mesh: Any) -> None:
     refused(lambda: sp.array(tensor, runner=sp.in_process("torch")), "has one shard here")
 
 
-def arrays_are_redistributed(mesh: Any) -> None:
+def arrays_become_dtensors(mesh: Any) -> None:
     whole = torch.arange(30.0).reshape(6, 5)
     own = reshard.DeviceMesh.of(x=2, y=2)
     x = sp.array(whole.numpy().copy()).shard(reshard.spec(own, "x, y"))
@@ -74,7 +75,7 @@ def arrays_are_redistributed(mesh: Any) -> None:
     refused(lambda: redistribute(simulated, (mesh, [Shard(0)] * 2)), "are simulated")
 
 
-def outputs_of_every_view(mesh: Any) -> None:
+def outputs_of_every_view_are_written_or_refused(mesh: Any) -> None:
     """Each view that torch makes gets the elements, or is refused and keeps its own."""
     whole = torch.arange(8.0).reshape(2, 4).to(torch.complex64)
     source = distribute_tensor(whole, init_device_mesh("cpu", (4,)), [Shard(1)])
@@ -114,10 +115,9 @@ def outputs_of_every_view(mesh: Any) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2))
-    outputs_of_every_view(mesh)
+    report_each([outputs_of_every_view_are_written_or_refused], mesh)
     with sp.running(sp.over_processes()):
-        dtensors_become_arrays(mesh)
-        arrays_are_redistributed(mesh)
+        report_each([dtensors_become_arrays, arrays_become_dtensors], mesh)
     dist.barrier()
     dist.destroy_process_group()
 

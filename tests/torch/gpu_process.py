@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import reshard
 import reshard.spmd as sp
 import reshard.torch
+from rank_cases import report_each, reported
 from refit_models import part
 from reshard.torch.exchange.groups import rank_group
 
@@ -75,7 +76,7 @@ def check(device: torch.device, dtype: torch.dtype, extra_bytes: int) -> None:
         assert begun.extra_bytes <= extra_bytes
 
 
-def check_arrays(device: torch.device) -> None:
+def arrays_programs_and_gradients_stay_on_the_device(device: torch.device) -> None:
     """Eager operations, a program and a gradient, of whole numbers: exact in any order."""
     x, up, down = (
         torch.arange(rows * columns).remainder(5).sub(2).view(rows, columns).double()
@@ -103,7 +104,7 @@ def check_arrays(device: torch.device) -> None:
         assert torch.equal(gradient.to_dense().cpu(), leaf.grad)
 
 
-def check_loads(device: torch.device) -> None:
+def checkpoints_fill_tensors_of_the_device(device: torch.device) -> None:
     """A checkpoint fills a DTensor and a plain tensor of the device."""
     whole = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).view(SHAPE)
     with tempfile.TemporaryDirectory() as folder:
@@ -124,13 +125,21 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(sys.argv[1], timeout=datetime.timedelta(seconds=120))
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
-        check(device, dtype, 64 << 20)
-    check(device, torch.float32, 1 << 12)
+        with reported(f"tensors_of_{dtype}_move"):
+            check(device, dtype, 64 << 20)
+    with reported("tensors_move_in_little_memory"):
+        check(device, torch.float32, 1 << 12)
     shared = rank_group(None).shared_memory
     if device.type == "cuda" and sys.argv[1] == "gloo" and shared is not None:
-        assert shared.serves(device), "memory of the device is not shared"
-    check_arrays(device)
-    check_loads(device)
+        with reported("memory_of_the_device_is_shared"):
+            assert shared.serves(device)
+    report_each(
+        [
+            arrays_programs_and_gradients_stay_on_the_device,
+            checkpoints_fill_tensors_of_the_device,
+        ],
+        device,
+    )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import os
 import sys
 import threading
@@ -31,7 +32,7 @@ def own_rows(value: float) -> torch.Tensor:
     return torch.full((SIZE // 2, SIZE), float(value))
 
 
-def backends() -> None:
+def tensors_travel_by_the_backend_of_their_device() -> None:
     """What carries a tensor is asked by its device, whatever the group is called."""
     dist.init_process_group("cpu:gloo,cuda:fake", timeout=datetime.timedelta(seconds=60))
     group = rank_group(None)
@@ -49,7 +50,7 @@ def backends() -> None:
     )
 
 
-def unnamed() -> None:
+def a_group_without_a_named_backend_has_one_for_each_device() -> None:
     """A group whose backend nobody named has one for each device."""
     dist.init_process_group(timeout=datetime.timedelta(seconds=60))
     expect(dist.get_backend() in ("undefined", "gloo"), dist.get_backend())
@@ -82,7 +83,7 @@ def run_threads(
     return raised
 
 
-def threads() -> None:
+def threads_of_one_group_keep_one_order_or_are_refused() -> None:
     """Two threads of one group: what is ordered alike follows, what is not is refused, on all."""
     begin()
     rank = dist.get_rank()
@@ -113,7 +114,7 @@ def threads() -> None:
         expect(not wrong, "the group does not go on")
 
 
-def refits() -> None:
+def refits_in_another_order_are_refused() -> None:
     """Two refits that are alike: run in another order on one rank, neither runs."""
     begin()
     rank = dist.get_rank()
@@ -186,14 +187,22 @@ def begin(minutes: float = 1) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=minutes))
 
 
-CASES = {
-    "backends": backends,
-    "unnamed": unnamed,
-    "threads": threads,
-    "refits": refits,
-    "raises while it posts": lambda: raises("_post_what_can_be"),
-    "raises while it waits": lambda: raises("_complete_alone"),
-    "raises at the end": lambda: raises("finish"),
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case
+    for case in (
+        tensors_travel_by_the_backend_of_their_device,
+        a_group_without_a_named_backend_has_one_for_each_device,
+        threads_of_one_group_keep_one_order_or_are_refused,
+        refits_in_another_order_are_refused,
+    )
+}
+CASES |= {
+    f"a rank that raises {when} is known at once": functools.partial(raises, where)
+    for when, where in (
+        ("while it posts", "_post_what_can_be"),
+        ("while it waits", "_complete_alone"),
+        ("at the end", "finish"),
+    )
 }
 
 

@@ -50,7 +50,7 @@ def own_model(seed: int = 0) -> Any:
     return given if NAME == "b" else cut(given)
 
 
-def steps() -> None:
+def engines_get_the_weights_of_each_version() -> None:
     """Two engines, three steps; versions, reports, and the trainer's end."""
     with link() as end:
         if SIDE == "trainer":
@@ -83,7 +83,7 @@ def steps() -> None:
             expect_values(model, 2)
 
 
-def beside() -> None:
+def runs_in_the_background_do_not_mix() -> None:
     """Runs in the background; two models in one link; an engine that one rank does not hear."""
     with link() as end:
         models = [own_model(), own_model()]
@@ -136,7 +136,7 @@ def lose_b(sync: WeightSync) -> None:
         expect(both[0] == both[1], f"{both}")
 
 
-def other_orders() -> None:
+def other_orders_of_models_are_refused() -> None:
     """Processes that run the models of a link in other orders are told so; nothing is written."""
     with link() as end:
         syncs: list[WeightSync] = [end.prepare(own_model()) for _ in range(2)]
@@ -159,7 +159,7 @@ def other_orders() -> None:
             board.wait([f"{number} knows" for number in range(1, 4)])
 
 
-def buckets() -> None:
+def tensors_are_complete_bucket_by_bucket() -> None:
     """Tensors are complete bucket by bucket; a lock is held for each; runs are stopped."""
     with link() as end:
         model = own_model()
@@ -235,7 +235,7 @@ class CountedLock:
         self._lock.release()
 
 
-def traced() -> None:
+def each_rank_traces_to_its_own_file() -> None:
     """What every rank does, as trace events of its own file."""
     folder = Path(sys.argv[5])
     with link() as end:
@@ -272,7 +272,7 @@ def _names(events: list[dict[str, Any]]) -> set[str]:
     return {one["name"] for one in events}
 
 
-def options() -> None:
+def engines_follow_the_options_of_the_trainer() -> None:
     """What the trainer says, the engines do: other types, ties, and quantised weights."""
     with link() as end:
         given = values()
@@ -293,7 +293,7 @@ def options() -> None:
             expect_same(model, expected, "cast and tied")
 
 
-def misfits() -> None:
+def models_that_do_not_fit_are_refused_on_both_sides() -> None:
     """What does not fit is raised on both sides; of an engine that comes later, on its own."""
     if NAME == "b":
         return
@@ -318,7 +318,7 @@ def misfits() -> None:
             refused(lambda: again.prepare(lacking), ShardError, "norm: in the source only")
 
 
-def later() -> None:
+def an_engine_joins_while_the_trainer_runs() -> None:
     """An engine that comes while the trainer runs, leaves, and comes again."""
     if NAME == "b":
         open_board().wait(["a is linked"])
@@ -356,7 +356,7 @@ def later() -> None:
             step += 1
 
 
-def engine_dies() -> None:
+def the_other_engine_continues_after_one_is_killed() -> None:
     """An engine that is killed is given up, and the other goes on."""
     with link() as end:
         model = own_model()
@@ -381,7 +381,7 @@ def engine_dies() -> None:
         expect(time.monotonic() - begun_s < 10, "in time")
 
 
-def trainer_dies() -> None:
+def engines_keep_their_weights_after_the_trainer_is_killed() -> None:
     """The engines have their old weights, and say which."""
     end = link()
     model = own_model()
@@ -398,7 +398,7 @@ def trainer_dies() -> None:
     expect(time.monotonic() - begun_s < 10, "in time")
 
 
-def trainer_raises(raising: int = 1) -> None:
+def all_learn_why_a_rank_of_the_trainer_raised(raising: int = 1) -> None:
     """One of its ranks raises while the other computes: the other and engines hear why."""
     board = open_board()
     engines = [f"heard by {number}" for number in (2, 3, 4)]
@@ -425,12 +425,12 @@ def trainer_raises(raising: int = 1) -> None:
         board.wait([*engines, "heard by 1"])
 
 
-def first_rank_raises() -> None:
+def all_learn_why_the_first_rank_raised() -> None:
     """The first rank of the trainer, in whose process the store is, raises."""
-    trainer_raises(0)
+    all_learn_why_a_rank_of_the_trainer_raised(0)
 
 
-def secrets() -> None:
+def an_engine_with_another_secret_is_refused() -> None:
     """Who has another secret is turned away, and disturbs nobody."""
     if NAME == "b":
         refused(lambda: link(secret="other", timeout_s=20), LinkError, "another secret")
@@ -485,7 +485,7 @@ def open_board() -> dist.Store:
     return dist.TCPStore("127.0.0.1", PORTS["trainer"], None, False, wait_for_workers=False)
 
 
-def changes() -> None:
+def only_changes_are_sent() -> None:
     """Engine a is there always, b comes late, leaves, misses runs, and comes again."""
     if NAME == "b":
         for turn in range(2):
@@ -529,7 +529,7 @@ def changes() -> None:
         expect(max(sizes[1:]) < sizes[0] / 2, f"{sizes}")
 
 
-def quantised() -> None:
+def only_changed_blocks_are_quantized_and_sent() -> None:
     """Engine a has float8 with scales, b what the trainer has; a block that changes is sent."""
     shapes = {"mlp.up_proj.weight": (256, 384), "norm": (128,)}
     columns = {"mlp.up_proj.weight": [Shard(1)], "norm": [Replicate()]}
@@ -600,7 +600,7 @@ def shared_by_first(told: bool) -> bool:
     return bool(said.item())
 
 
-def dies_among_changes() -> None:
+def the_other_engine_gets_changes_after_one_is_killed() -> None:
     """A rank of a is killed once it has half of what changed; b goes on with what changes."""
     with link() as end:
         model = own_model()

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from rank_cases import report_each, reported
 from refit_models import CUTS, expect, expect_same, laid_out, layouts_of, values, zeros
 from reshard.errors import PlanError, ReshardError, RunError
 from reshard.torch import Refit, Transform, is_usable
@@ -109,7 +110,7 @@ def fails_in_the_middle(at: str, kills: bool) -> None:
     expect_same(target, laid_out(values(), layouts_of(3, rows)), "after a failure")
 
 
-def fails_in_one_of_several_batches() -> None:
+def all_ranks_raise_if_one_of_several_batches_fails() -> None:
     """Each tensor is a batch; after the first, in between and in the last a transform fails."""
     for at in ("send", "receive"):
         for of in CUTS:
@@ -129,7 +130,7 @@ def fails_in_one_of_several_batches() -> None:
             expect(time.monotonic() - begun_s < 4 * TIMEOUT_S, "too late")
 
 
-def fails_while_it_verifies() -> None:
+def all_ranks_raise_if_a_comparison_fails() -> None:
     """All learn at once of what one rank's comparison fails at, and go on in another group."""
     done, _ = prepared(None, new_group(PATIENT_S))
     digest = transfer._digest
@@ -155,7 +156,7 @@ def fails_while_it_verifies() -> None:
     done.verify()
 
 
-def runs_again() -> None:
+def a_failed_rank_is_refused_on_all() -> None:
     """A rank whose run failed cannot go on, and all ranks are told."""
     done, _ = prepared(None)
     done.is_usable = dist.get_rank() != FAULTY
@@ -168,7 +169,7 @@ def runs_again() -> None:
         raise SystemExit("a run followed one that failed")
 
 
-def runs_another() -> None:
+def a_different_refit_of_one_rank_is_refused() -> None:
     """One rank runs another refit than the others."""
     done, _ = prepared(None)
     other = Refit.prepare(values(), zeros(values()))
@@ -182,7 +183,7 @@ def runs_another() -> None:
     done.run()
 
 
-def does_not_come() -> None:
+def an_absent_rank_is_named() -> None:
     """One rank ends before it prepares, once all others are connected."""
     dist.barrier()
     if dist.get_rank() == FAULTY:
@@ -197,20 +198,21 @@ def does_not_come() -> None:
 
 
 def lives_on() -> None:
-    """What a job can go on after."""
-    runs_again()
-    runs_another()
-    fails_in_the_middle("send", kills=False)
-    fails_in_the_middle("receive", kills=False)
-    fails_in_one_of_several_batches()
-    fails_while_it_verifies()
+    """Run the failures after which a job continues."""
+    report_each([a_failed_rank_is_refused_on_all, a_different_refit_of_one_rank_is_refused])
+    for action in ("send", "receive"):
+        with reported(f"all_ranks_raise_if_a_rank_raises_in_a_{action}"):
+            fails_in_the_middle(action, kills=False)
+    report_each(
+        [all_ranks_raise_if_one_of_several_batches_fails, all_ranks_raise_if_a_comparison_fails]
+    )
 
 
 FAULTS = {
-    "killed while sending": lambda: fails_in_the_middle("send", kills=True),
-    "killed while receiving": lambda: fails_in_the_middle("receive", kills=True),
-    "lives on": lives_on,
-    "does not come": does_not_come,
+    "it is killed while it sends": lambda: fails_in_the_middle("send", kills=True),
+    "it is killed while it receives": lambda: fails_in_the_middle("receive", kills=True),
+    "it raises and continues": lives_on,
+    "it ends before it prepares": an_absent_rank_is_named,
 }
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
+from rank_cases import reported
 from refit_models import Values, expect_same, laid_out, module_of, whole, zeros
 from reshard.megatron.names import MegatronNames, PipelineLayers
 from reshard.megatron.ranks import MegatronRanks
@@ -160,11 +161,13 @@ def main() -> None:
         )
         laid = by_recipe(own, mesh, shapes, recipe, config=CONFIG)
         given = model_of(ranks, is_fused, is_empty=False)
-        refit(given, laid, source_names=names, num_experts=EXPERTS)
-        expect_same(own, full, f"{ranks} to {sizes}")
-        back = model_of(ranks, is_fused, is_empty=True)
-        refit(laid, back, target_names=names, num_experts=EXPERTS)
-        expect_same(back.chunks.state_dict(), given.chunks.state_dict(), f"{sizes} to {ranks}")
+        with reported(f"{ranks} become {sizes}"):
+            refit(given, laid, source_names=names, num_experts=EXPERTS)
+            expect_same(own, full, f"{ranks} to {sizes}")
+        with reported(f"{sizes} become {ranks}"):
+            back = model_of(ranks, is_fused, is_empty=True)
+            refit(laid, back, target_names=names, num_experts=EXPERTS)
+            expect_same(back.chunks.state_dict(), given.chunks.state_dict(), f"{sizes} to {ranks}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from engines.layout_records import families_of, read_layouts
 from engines.megatron_core import model_records
+from rank_cases import report_each, reported
 from refit_models import expect, expect_same
 from reshard.errors import ReshardError
 from reshard.torch import MegatronModel, Refit, is_usable, refit
@@ -111,7 +112,7 @@ def refused(model: MegatronModel, told: str, target: Any, **options: Any) -> Non
     raise SystemExit(f"nothing was raised where {told!r} was expected")
 
 
-def what_has_no_names() -> None:
+def parameters_without_names_on_the_hub_are_refused() -> None:
     recorded = model_records.read("tensor")
     rank = dist.get_rank()
     target = zeros(recorded["saved"]) if rank == 0 else None
@@ -149,10 +150,12 @@ def what_has_no_names() -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     for number, case in enumerate(CASES):
-        to_the_hub_and_back(case, number)
+        with reported(f"{case} moves to the Hub's names and back"):
+            to_the_hub_and_back(case, number)
     for case in families_of("vllm_of_megatron"):
-        expect(to_vllm(case) > 0, f"{case}: vLLM takes nothing")
-    what_has_no_names()
+        with reported(f"{case} moves to the ranks of vLLM"):
+            expect(to_vllm(case) > 0, "vLLM takes nothing")
+    report_each([parameters_without_names_on_the_hub_are_refused])
     dist.barrier()
     dist.destroy_process_group()
 

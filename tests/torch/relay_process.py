@@ -103,7 +103,7 @@ def run_until(sync: WeightSync, model: Any, names: set[str], first: int) -> tupl
         time.sleep(0.02)
 
 
-def fan_out() -> None:
+def the_trainer_sends_as_much_to_three_engines_as_to_one() -> None:
     """One engine, two and three: the trainer's ranks send the same bytes, whoever is there."""
     count_sent()
     if SIDE == "engine":
@@ -137,7 +137,7 @@ def fan_out() -> None:
         expect(int(every) == report.trainer_bytes > 0, f"{int(every)} bytes: {report}")
 
 
-def hand_ons() -> None:
+def relayed_models_arrive_in_the_background() -> None:
     """Verified, in the background, with another sync beside it; and as the trainer says, none."""
     with link(engines=3) as end:
         models = [own_model(), own_model()]
@@ -172,7 +172,7 @@ def hand_ons() -> None:
             syncs[0].verify()
 
 
-def relay_dies() -> None:
+def engines_after_a_killed_relay_get_the_same_run() -> None:
     """Who is behind an engine that dies in the middle gets its weights in the same run."""
     if NAME == "a" and RANK == 1:
         end_bucket, runs = BucketGate.end, [0]
@@ -215,7 +215,7 @@ def _is_told(sync: WeightSync, model: Any, error: LinkError) -> bool:
     return sync.version is None and "has parts of version" in str(error)
 
 
-def trainer_dies() -> None:
+def engines_have_one_version_or_report_a_mix_of_two() -> None:
     """In the middle of a run: each engine has old weights or new ones, or says that it is mixed."""
     with link(engines=3) as end:
         model = own_model()
@@ -241,7 +241,7 @@ def die_after_a_message() -> None:
     before_sending(die_at_the_second)
 
 
-def others() -> None:
+def an_engine_of_other_types_is_served_by_the_trainer() -> None:
     """An engine whose types differ is served by the trainer, in the same run and from then on."""
     with link(engines=3) as end:
         model = own_model()
@@ -264,7 +264,7 @@ def others() -> None:
         expect(NAME != "c" or met == [1], f"tried {met} times")
 
 
-def named() -> None:
+def names_of_megatron_core_need_no_mapping() -> None:
     """What Megatron-core had, tied and with experts that engines stack: nobody names anything."""
     with link(engines=3) as end:
         for case in ("stages_tied", "experts"):
@@ -305,7 +305,7 @@ def to_hub(whole: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]
     return found
 
 
-def changes() -> None:
+def only_changes_are_relayed() -> None:
     """What changed since the last run is all that is handed on; all have what a full run has."""
     rows, columns = {"a": (Shard(0), Shard(1)), "b": (Shard(1), Shard(0))}.get(
         NAME, (Shard(1), Shard(1))
@@ -347,7 +347,7 @@ def changes() -> None:
         sync.verify()
 
 
-def quantised() -> None:
+def quantized_weights_are_relayed_as_they_are() -> None:
     """Float8 and scales, made once on the way, are handed on as they are, cut alike or not."""
     name, block = "mlp.up_proj.weight", BlockQuantized()
     scales = f"{name}_scale_inv"

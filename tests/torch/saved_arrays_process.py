@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.checkpoint
 import reshard.spmd as sp
+from rank_cases import reported
 from reshard import spec
 from reshard.errors import PlanError, RunError, UsageError
 from spmd.saved_trees import TURNED, elements_of, expect_elements, make_tree
@@ -56,36 +57,40 @@ def main() -> None:
     with sp.running(sp.over_processes()):
         tree = make_tree()
         for format in ("safetensors", "torch-dcp", "sharded-safetensors"):
-            sp.save(folder / format, tree, format=format)
-            found = sp.load(folder / format, tree)
-            expect_elements(found)
-            assert found["layers"][0].spec is tree["layers"][0].spec
-            (shard,) = found["layers"][0].shards.values()
-            (own,) = tree["layers"][0].shards.values()
-            assert torch.equal(shard, own)
-        like = {"weights": {"up": sp.abstract((7, 5), "float32", spec(TURNED, "-, t"))}}
-        up = sp.load(folder / "torch-dcp", like)["weights"]["up"]
-        expected = torch.from_numpy(elements_of("weights.up", (7, 5))).float()
-        assert str(up.spec) == "-, t" and torch.equal(up.to_dense(), expected)
-        # Steps go on beside a save, with messages of their own.
-        x = tree["weights"]["up"]
-        saving = sp.save_async(folder / "beside", tree)
-        for _ in range(20):
-            x = sp.tanh(sp.sum(x, axis=0) + tree["weights"]["up"])
-        saving.result()
-        expect_elements(sp.load(folder / "beside", tree))
-        # All ranks hear what is refused, and what is there stays.
-        with pytest.raises(UsageError, match="give overwrite=True"):
-            sp.save(folder / "beside", {"x": x})
-        with pytest.raises(UsageError, match="an array in shards was expected"):
-            sp.save(folder / "other", {"x": 3})
-        _refuse_together(folder, x)
-        expect_elements(sp.load(folder / "beside", tree))
-        (folder / "file").write_text("in the way")
-        with pytest.raises(RunError, match="cannot make the folder"):
-            sp.save(folder / "file" / "none", {"x": x})
-        sp.save(folder / "beside", {"x": x}, overwrite=True)
-        assert list(reshard.checkpoint.open(folder / "beside").tensors) == ["x"]
+            with reported(f"arrays of {format} are loaded as they were saved"):
+                sp.save(folder / format, tree, format=format)
+                found = sp.load(folder / format, tree)
+                expect_elements(found)
+                assert found["layers"][0].spec is tree["layers"][0].spec
+                (shard,) = found["layers"][0].shards.values()
+                (own,) = tree["layers"][0].shards.values()
+                assert torch.equal(shard, own)
+        with reported("an array is loaded in another sharding"):
+            like = {"weights": {"up": sp.abstract((7, 5), "float32", spec(TURNED, "-, t"))}}
+            up = sp.load(folder / "torch-dcp", like)["weights"]["up"]
+            expected = torch.from_numpy(elements_of("weights.up", (7, 5))).float()
+            assert str(up.spec) == "-, t" and torch.equal(up.to_dense(), expected)
+        with reported("operations continue during a save"):
+            # Steps go on beside a save, with messages of their own.
+            x = tree["weights"]["up"]
+            saving = sp.save_async(folder / "beside", tree)
+            for _ in range(20):
+                x = sp.tanh(sp.sum(x, axis=0) + tree["weights"]["up"])
+            saving.result()
+            expect_elements(sp.load(folder / "beside", tree))
+        with reported("all ranks refuse a save together"):
+            # All ranks hear what is refused, and what is there stays.
+            with pytest.raises(UsageError, match="give overwrite=True"):
+                sp.save(folder / "beside", {"x": x})
+            with pytest.raises(UsageError, match="an array in shards was expected"):
+                sp.save(folder / "other", {"x": 3})
+            _refuse_together(folder, x)
+            expect_elements(sp.load(folder / "beside", tree))
+            (folder / "file").write_text("in the way")
+            with pytest.raises(RunError, match="cannot make the folder"):
+                sp.save(folder / "file" / "none", {"x": x})
+            sp.save(folder / "beside", {"x": x}, overwrite=True)
+            assert list(reshard.checkpoint.open(folder / "beside").tensors) == ["x"]
     dist.barrier()
     dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import reshard
 import reshard.torch
+from rank_cases import report_each
 from refit_models import part
 from reshard.errors import RunError
 from reshard.runs import IntArray
@@ -141,8 +142,7 @@ def refuse_reads() -> None:
     assert library.prctl(set_filter, 2, ctypes.byref(head), 0, 0) == 0, ctypes.get_errno()
 
 
-def read_directly() -> None:
-    """Tensors travel by direct reads, until the kernel refuses them."""
+def tensors_are_read_directly() -> None:
     rank, counts = dist.get_rank(), count_reads()
     exchange._MIN_SPANNED_BYTES = exchange._MIN_SPAN_BYTES = 0
     group = new_group("never" if rank == 2 else "")
@@ -151,15 +151,25 @@ def read_directly() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         check(group, dtype, 64 << 20)
     assert counts[0]
-    # Elements that are cast or combined on arrival, and a memory limit that nothing is taken of.
+
+
+def direct_reads_need_no_memory() -> None:
+    # Elements that are cast or combined on arrival are staged.
+    group = new_group()
     check(group, torch.float32, 2048)
-    own, source, target = local("rows", rank, torch.float32, 0), SIDES["rows"], SIDES["columns"]
-    run = redistribute(own, target, source=source, group=group, async_op=True, extra_bytes=2048)
+    own, target = local("rows", dist.get_rank(), torch.float32, 0), SIDES["columns"]
+    run = redistribute(
+        own, target, source=SIDES["rows"], group=group, async_op=True, extra_bytes=2048
+    )
     run.wait()
     assert run.extra_bytes == 0
-    if platform.machine() not in CALLS:
-        return
-    # Refused once the group is made: all ranks raise, and the next group does without.
+
+
+def ranks_continue_without_direct_reads_once_refused() -> None:
+    """All ranks raise where the kernel refuses, and the next group uses shared memory."""
+    rank, group = dist.get_rank(), new_group()
+    own, source, target = local("rows", rank, torch.float32, 0), SIDES["rows"], SIDES["columns"]
+    redistribute(own, target, source=source, group=group)
     dist.barrier()
     if rank == 1:
         refuse_reads()
@@ -176,10 +186,9 @@ def read_directly() -> None:
     dist.barrier()
 
 
-def share() -> None:
-    """Tensors travel by shared memory, by gloo, and by both at once."""
+def some_ranks_share_memory() -> None:
     rank = dist.get_rank()
-    # Who takes no part in shared memory: nobody, all, and one, so that it is a host of its own.
+    # The ranks without shared memory: none, all, and one, so that it is a host of its own.
     for apart in ((), (0, 1, 2, 3), (3,), (0, 2)):
         os.environ["RESHARD_SHARED_MEMORY"] = "never" if rank in apart else ""
         group = dist.new_group(timeout=datetime.timedelta(seconds=60))
@@ -190,6 +199,9 @@ def share() -> None:
         # So little that messages wait for one another.
         if len(apart) < choose(2, RANKS + 1):
             check(group, torch.float32, choose(2048, 256))
+
+
+def segments_are_used_again_and_freed_with_their_group() -> None:
     most = files()
     os.environ["RESHARD_SHARED_MEMORY"] = "always"
     group = dist.new_group(timeout=datetime.timedelta(seconds=60))
@@ -209,9 +221,17 @@ def share() -> None:
     dist.barrier()
 
 
+CASES = {
+    "shared": [some_ranks_share_memory, segments_are_used_again_and_freed_with_their_group],
+    "direct": [tensors_are_read_directly, direct_reads_need_no_memory],
+}
+if platform.machine() in CALLS:
+    CASES["direct"].append(ranks_continue_without_direct_reads_once_refused)
+
+
 def main(which: str) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    {"shared": share, "direct": read_directly}[which]()
+    report_each(CASES[which])
 
 
 if __name__ == "__main__":

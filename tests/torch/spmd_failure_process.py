@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import reshard.spmd as sp
+from rank_cases import report_each
 from reshard import DeviceMesh, ShardingSpec, spec
 from reshard.errors import ArrayIndexError, ReshardError, UsageError
 
@@ -35,7 +36,7 @@ def expect_on_every_rank(
         assert set(every) == {said}, every
 
 
-def check_infinite_factors() -> None:
+def infinite_factors_of_one_rank_are_seen_by_all() -> None:
     """Contributions meet a factor of which one rank alone has what is infinite."""
     left = np.array([[3.0, -1.0], [0.5, 7.0]])
     partial = sp.array(left, spec(MESH, "-, x")) @ sp.array(np.ones((2, 2)))
@@ -52,7 +53,7 @@ def check_infinite_factors() -> None:
                 np.testing.assert_array_equal(np.asarray(found), expected)
 
 
-def check_types_of_elements_elsewhere() -> None:
+def types_of_ranks_without_elements_are_refused() -> None:
     """Types that a library refuses, where some ranks have no elements or no place in the mesh."""
     three = DeviceMesh.of(z=3, devices=[2, 0, 1])
 
@@ -81,36 +82,52 @@ def check_types_of_elements_elsewhere() -> None:
     assert float(sp.sum(half)) == 16.0
 
 
+def indices_out_of_range_on_one_rank_are_raised_on_all() -> None:
+    places = sp.array(np.array([0, 3, 6, 9]), spec(MESH, "x y"))
+    good = sp.array(np.array([0, 3, 6, -7]), spec(MESH, "x y"))
+    for text in ("x, -", "-, y"):
+        table = sp.array(DATA, spec(MESH, text))
+        for function in (
+            lambda at, table=table: sp.take(table, at, axis=0),
+            lambda at, table=table: table[at, 0],
+            lambda at, table=table: table[at, 0 * at],
+            lambda at, table=table: sp.take_along_axis(table, at[:, None], axis=0),
+            lambda at, table=table: sp.embedding(at, table),
+            lambda at, table=table: sp.scatter(table, at, DATA[:4]),
+        ):
+            function(good)
+            expect_on_every_rank(lambda f=function: f(places), ArrayIndexError, "index 9")
+        found = sp.take(table, good, axis=0)
+        np.testing.assert_array_equal(np.asarray(found), DATA[[0, 3, 6, 0]])
+
+
+def a_singular_matrix_of_one_rank_is_raised_on_all() -> None:
+    stack = np.stack([np.eye(3)] * 3 + [np.zeros((3, 3))])
+    matrices = sp.array(stack, spec(MESH, "x y, -, -"))
+    expect_on_every_rank(lambda: sp.linalg.inv(matrices), UsageError, "inv of float64[4, 3, 3]")
+
+
+def a_zero_divisor_of_one_rank_is_raised_on_all() -> None:
+    whole = sp.array(np.array([7, 8, 9, 10]), spec(MESH, "x y"))
+    zero = sp.array(np.array([1, 2, 3, 0]), spec(MESH, "x y"))
+    for divided in (lambda: whole // zero, lambda: whole % zero):
+        expect_on_every_rank(divided, UsageError, "int64[4]")
+    assert float(sp.sum(whole)) == 34.0
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with sp.running(sp.over_processes()):
-        places = sp.array(np.array([0, 3, 6, 9]), spec(MESH, "x y"))
-        good = sp.array(np.array([0, 3, 6, -7]), spec(MESH, "x y"))
-        for text in ("x, -", "-, y"):
-            table = sp.array(DATA, spec(MESH, text))
-            for function in (
-                lambda at, table=table: sp.take(table, at, axis=0),
-                lambda at, table=table: table[at, 0],
-                lambda at, table=table: table[at, 0 * at],
-                lambda at, table=table: sp.take_along_axis(table, at[:, None], axis=0),
-                lambda at, table=table: sp.embedding(at, table),
-                lambda at, table=table: sp.scatter(table, at, DATA[:4]),
-            ):
-                function(good)
-                expect_on_every_rank(lambda f=function: f(places), ArrayIndexError, "index 9")
-            found = sp.take(table, good, axis=0)
-            np.testing.assert_array_equal(np.asarray(found), DATA[[0, 3, 6, 0]])
-        stack = np.stack([np.eye(3)] * 3 + [np.zeros((3, 3))])
-        matrices = sp.array(stack, spec(MESH, "x y, -, -"))
-        expect_on_every_rank(lambda: sp.linalg.inv(matrices), UsageError, "inv of float64[4, 3, 3]")
-        whole = sp.array(np.array([7, 8, 9, 10]), spec(MESH, "x y"))
-        zero = sp.array(np.array([1, 2, 3, 0]), spec(MESH, "x y"))
-        for divided in (lambda: whole // zero, lambda: whole % zero):
-            expect_on_every_rank(divided, UsageError, "int64[4]")
-        assert float(sp.sum(whole)) == 34.0
-        check_infinite_factors()
-        check_types_of_elements_elsewhere()
+        report_each(
+            [
+                indices_out_of_range_on_one_rank_are_raised_on_all,
+                a_singular_matrix_of_one_rank_is_raised_on_all,
+                a_zero_divisor_of_one_rank_is_raised_on_all,
+                infinite_factors_of_one_rank_are_seen_by_all,
+                types_of_ranks_without_elements_are_refused,
+            ]
+        )
     dist.destroy_process_group()
 
 

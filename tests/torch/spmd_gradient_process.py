@@ -14,6 +14,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.spmd as sp
+from rank_cases import report_each, reported
 from reshard import DeviceMesh, spec
 from reshard.errors import UsageError
 from selection import choose
@@ -25,7 +26,7 @@ MOVEMENTS = choose(12, 24)
 OPERATORS = choose(8, 16)
 
 
-def check_borders(rank: int) -> None:
+def gradients_pass_through_shards_at_the_borders(rank: int) -> None:
     """What a program gives and takes as shards has the gradient of the whole on each process."""
     data = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
     for text in ("x, -", "-, -", "x y, -", "-, - | sum(x)", "y, - | mean(x)"):
@@ -67,7 +68,7 @@ def check_borders(rank: int) -> None:
     torch.testing.assert_close(leaf.grad, 6 * data)
 
 
-def check_refusals() -> None:
+def programs_that_cannot_be_transposed_are_refused() -> None:
     """What cannot be transposed is refused on every rank, before anything is sent."""
     leaf = torch.ones(8, 5, dtype=torch.float64, requires_grad=True)
     x = sp.array(leaf, spec(MESH, "x, -"))
@@ -84,24 +85,26 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with sp.running(sp.over_processes()):
-        check_borders(dist.get_rank())
-        check_refusals()
+        report_each([gradients_pass_through_shards_at_the_borders], dist.get_rank())
+        report_each([programs_that_cannot_be_transposed_are_refused])
         sides = gradient_cases.PLAIN
         pairs = [(a, b) for a in sides for b in sides]
         for source, target in gradient_cases.few(pairs, MOVEMENTS, 1):
-            gradient_cases.check_movement(MESH, source, target)
+            with reported(f"the gradient of {source} to {target}"):
+                gradient_cases.check_movement(MESH, source, target)
         cases = list(gradient_cases.operator_cases())
         for number, (name, function, dense, arrays) in enumerate(
             gradient_cases.few(cases, OPERATORS, 2)
         ):
             (given,) = gradient_cases.shardings(MESH, arrays, 1, number)
             what = f"{name} of {' and '.join(map(str, given))}"
-            try:
-                gradient_cases.check_gradient(what, function, dense, arrays, given)
-            except UsageError as error:
-                # Products of contributions are refused, on every rank.
-                if "by product" not in str(error):
-                    raise
+            with reported(f"the gradient of {what}"):
+                try:
+                    gradient_cases.check_gradient(what, function, dense, arrays, given)
+                except UsageError as error:
+                    # Products of contributions are refused, on every rank.
+                    if "by product" not in str(error):
+                        raise
     dist.destroy_process_group()
 
 

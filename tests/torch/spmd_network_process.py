@@ -15,6 +15,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.spmd as sp
+from rank_cases import report_each, reported
 from reshard import DeviceMesh, spec
 from reshard.errors import ArrayIndexError
 from spmd.network_cases import CASES
@@ -27,26 +28,27 @@ MESHES = {
 }
 
 
-def check_ring(mesh: DeviceMesh, rule: str) -> None:
+def ring_attention_is_that_of_the_whole(mesh: DeviceMesh) -> None:
     """Ring attention of a sequence that is cut in uneven parts, and its gradients."""
     draw = np.random.default_rng(0)
     arrays = [draw.normal(size=(2, heads, 7, 4)) for heads in (4, 2, 2)]
-    cut = spec(mesh, f"-, -, {' '.join(mesh.axis_names)}{rule}, -")
 
     def weigh(*heads: Any) -> Any:
         return sp.sum(sp.square(sp.attention(*heads, is_causal=True)))
 
     with sp.running(sp.in_process("numpy")):
         expected = sp.grad(weigh, (0, 1, 2))(*map(sp.array, arrays))
-    found = sp.grad(weigh, (0, 1, 2))(*[sp.array(one, cut) for one in arrays])
-    leaves = [torch.tensor(one, requires_grad=True) for one in arrays]
-    weigh(*[sp.array(one, cut) for one in leaves]).to_dense().backward()
-    for one, leaf, right in zip(found, leaves, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(one), right.to_dense(), 1e-10, 1e-12)
-        np.testing.assert_allclose(leaf.grad, right.to_dense(), 1e-10, 1e-12)
+    for rule in ("", "@zigzag"):
+        cut = spec(mesh, f"-, -, {' '.join(mesh.axis_names)}{rule}, -")
+        found = sp.grad(weigh, (0, 1, 2))(*[sp.array(one, cut) for one in arrays])
+        leaves = [torch.tensor(one, requires_grad=True) for one in arrays]
+        weigh(*[sp.array(one, cut) for one in leaves]).to_dense().backward()
+        for one, leaf, right in zip(found, leaves, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(one), right.to_dense(), 1e-10, 1e-12)
+            np.testing.assert_allclose(leaf.grad, right.to_dense(), 1e-10, 1e-12)
 
 
-def check_halos(mesh: DeviceMesh) -> None:
+def convolutions_and_pooling_are_those_of_the_whole(mesh: DeviceMesh) -> None:
     """Convolution and pooling over space that is cut, and their gradients."""
     draw = np.random.default_rng(1)
     arrays = [draw.normal(size=shape) for shape in ((2, 3, 9, 5), (4, 3, 3, 3))]
@@ -66,7 +68,7 @@ def check_halos(mesh: DeviceMesh) -> None:
         np.testing.assert_allclose(leaf.grad, right.to_dense(), 1e-10, 1e-12)
 
 
-def check_experts(mesh: DeviceMesh) -> None:
+def experts_and_their_gradients_are_those_of_the_whole(mesh: DeviceMesh) -> None:
     """Tokens at their experts, which are cut over the last axis, and the gradients of all."""
     draw = np.random.default_rng(2)
     which = draw.integers(0, 5, (11, 2))
@@ -120,16 +122,18 @@ def main() -> None:
     mesh = MESHES[dist.get_world_size()]
     with sp.running(sp.over_processes()):
         if mesh.size == dist.get_world_size():
-            for rule in ("", "@zigzag"):
-                check_ring(mesh, rule)
-            check_halos(mesh)
-            check_experts(mesh)
+            report_each(
+                [
+                    ring_attention_is_that_of_the_whole,
+                    convolutions_and_pooling_are_those_of_the_whole,
+                    experts_and_their_gradients_are_those_of_the_whole,
+                ],
+                mesh,
+            )
         for case in CASES:
             for given in case.shardings(mesh, 2):
-                try:
+                with reported(f"{case.name} of {' and '.join(map(str, given))}"):
                     case.check(given, mesh)
-                except BaseException as error:
-                    raise RuntimeError(f"{case.name} of {' and '.join(map(str, given))}") from error
     dist.destroy_process_group()
 
 

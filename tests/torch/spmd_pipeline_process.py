@@ -14,6 +14,7 @@ import torch.distributed as dist
 import reshard
 import reshard.spmd as sp
 from pipeline_models import make_arrays, make_stages, place, whole
+from rank_cases import report_each, reported
 from refit_models import expect
 from reshard.errors import PlanError, ReshardError, RunError
 from reshard.spmd.programs.pipelines import boundaries
@@ -34,7 +35,7 @@ def make_meshes(count: int, inner: tuple[int, int]) -> list[reshard.DeviceMesh]:
     ]
 
 
-def equals_the_whole(
+def losses_and_gradients_are_those_of_one_function(
     count: int, inner: tuple[int, int], group: Any, max_orders: int = len(ORDERS)
 ) -> None:
     """The loss and the gradients of every order are those of one function on one device."""
@@ -64,7 +65,7 @@ def equals_the_whole(
                     expect(difference < 1e-12, f"{order}: {name} of stage {stage}: {difference}")
 
 
-def who_fails_is_told_of(group: Any) -> None:
+def a_failing_stage_ends_all_ranks_soon(group: Any) -> None:
     """A stage that fails ends all ranks soon, with its cause on those beside it."""
     rank, meshes = dist.get_rank(), make_meshes(4, (1, 1))
     schedule = sp.pipeline_schedule("1f1b", 4, 4)
@@ -98,7 +99,7 @@ def who_fails_is_told_of(group: Any) -> None:
         expect((loss is not None) == (rank == 3), "no step after the failed one")
 
 
-def who_sends_goes_on(group: Any) -> None:
+def a_stage_continues_before_its_messages_are_received(group: Any) -> None:
     """The first stage makes all it has to before the second one takes any of it."""
     rank, meshes = dist.get_rank(), make_meshes(4, (1, 1))
     parameters, batch = make_arrays(4, 4)
@@ -129,17 +130,17 @@ def who_sends_goes_on(group: Any) -> None:
         expect(loss is None or abs(float(loss) - expected) < 1e-12, f"loss {loss}")
 
 
-def in_one_order_on_both_sides(group: Any) -> None:
+def stages_run_where_messages_stay_on_their_thread(group: Any) -> None:
     """The same where messages may not leave the thread of the program, as on devices."""
     ahead, leaves = boundaries._AHEAD, MessageExchange.can_leave_its_thread
     boundaries._AHEAD, MessageExchange.can_leave_its_thread = 0, False  # type: ignore
     try:
-        equals_the_whole(2, (1, 2), group, choose(1, len(ORDERS)))
+        losses_and_gradients_are_those_of_one_function(2, (1, 2), group, choose(1, len(ORDERS)))
     finally:
         boundaries._AHEAD, MessageExchange.can_leave_its_thread = ahead, leaves  # type: ignore
 
 
-def other_steps_are_refused(group: Any) -> None:
+def other_schedules_are_refused(group: Any) -> None:
     """A rank that means another schedule than the stage before raises, and others hear of it."""
     rank, meshes = dist.get_rank(), make_meshes(4, (1, 1))
     parameters, batch = make_arrays(4, 4)
@@ -173,16 +174,25 @@ def main() -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     alone = [dist.new_group([one]) for one in range(RANKS)]
     for count, inner in MESHES:
-        equals_the_whole(count, inner, halves[rank // 2] if count == 2 else alone[rank])
-    in_one_order_on_both_sides(halves[rank // 2])
-    who_sends_goes_on(alone[rank])
-    other_steps_are_refused(alone[rank])
-    who_fails_is_told_of(alone[rank])
+        group = halves[rank // 2] if count == 2 else alone[rank]
+        with reported(f"losses_of_{count}_stages_on_meshes_of_{inner}_are_those_of_one_function"):
+            losses_and_gradients_are_those_of_one_function(count, inner, group)
+    report_each([stages_run_where_messages_stay_on_their_thread], halves[rank // 2])
+    report_each(
+        [
+            a_stage_continues_before_its_messages_are_received,
+            other_schedules_are_refused,
+            a_failing_stage_ends_all_ranks_soon,
+        ],
+        alone[rank],
+    )
     dist.barrier()
     begin_anew()
     rank = dist.get_rank()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    equals_the_whole(2, (2, 1), halves[rank // 2], choose(1, len(ORDERS)))
+    with reported("pipelines_run_in_another_job_of_the_same_processes"):
+        orders = choose(1, len(ORDERS))
+        losses_and_gradients_are_those_of_one_function(2, (2, 1), halves[rank // 2], orders)
     dist.barrier()
     dist.destroy_process_group()
 

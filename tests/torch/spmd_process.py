@@ -14,6 +14,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.spmd as sp
+from rank_cases import report_each, reported
 from reshard import DeviceMesh, spec
 from selection import choose
 from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
@@ -43,28 +44,33 @@ def check(case: Case, number: int) -> None:
             np.testing.assert_allclose(one, other, 1e-9, 1e-9, err_msg=what)
 
 
+def partial_sums_are_added() -> None:
+    rank = dist.get_rank()
+    x = sp.array(np.arange(15.0).reshape(3, 5), spec(MESH, "x, -"))
+    # A fifth process has no place in the mesh, and joins what all do.
+    assert list(x.shards) == ([rank] if rank in MESH.devices else [])
+    partial = sp.sum(x, axis=0)
+    assert partial.spec is not None and partial.spec.partial_axes
+    assert float(sp.sum(partial + partial)) == 210.0
+
+
+def products_are_reduce_scattered() -> None:
+    # One axis shards the batch and the weights.
+    batch, weights = np.arange(512.0).reshape(8, 64), np.arange(512.0).reshape(64, 8)
+    product = sp.array(batch, spec(MESH, "x, -")) @ sp.array(weights, spec(MESH, "x, -"))
+    assert str(product.spec) == "x, -"
+    np.testing.assert_array_equal(np.asarray(product), batch @ weights)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank = dist.get_rank()
     with sp.running(sp.over_processes()):
-        x = sp.array(np.arange(15.0).reshape(3, 5), spec(MESH, "x, -"))
-        # A fifth process has no place in the mesh, and joins what all do.
-        assert list(x.shards) == ([rank] if rank in MESH.devices else [])
-        partial = sp.sum(x, axis=0)
-        assert partial.spec is not None and partial.spec.partial_axes
-        assert float(sp.sum(partial + partial)) == 210.0
-        # One axis over the batch and the weights: what ranks make is reduce-scattered.
-        batch, weights = np.arange(512.0).reshape(8, 64), np.arange(512.0).reshape(64, 8)
-        product = sp.array(batch, spec(MESH, "x, -")) @ sp.array(weights, spec(MESH, "x, -"))
-        assert str(product.spec) == "x, -"
-        np.testing.assert_array_equal(np.asarray(product), batch @ weights)
+        report_each([partial_sums_are_added, products_are_reduce_scattered])
         # By default every third operator: one process computes all of them.
         for number, case in list(enumerate((*ONE_OPERAND, *TWO_OPERANDS)))[:: choose(3, 1)]:
-            try:
+            with reported(case.name):
                 check(case, number)
-            except BaseException as error:
-                raise RuntimeError(case.name) from error
     dist.destroy_process_group()
 
 

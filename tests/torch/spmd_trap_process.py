@@ -21,6 +21,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.spmd as sp
+from rank_cases import reported
 from spmd import test_eager_traps
 
 # Tests that are not for six processes, each with its reason.
@@ -67,10 +68,8 @@ def main() -> None:
             if not name.startswith("test_") or name in NOT_HERE:
                 continue
             for arguments in itertools.islice(parametrized(test), MOST):
-                try:
+                with reported(name):
                     test(**arguments)
-                except BaseException as error:
-                    raise RuntimeError(f"{name} of {arguments}") from error
                 count += 1
     assert count >= 25, count
     dist.destroy_process_group()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from rank_cases import reported
 from reshard.torch import StorageReader, StorageWriter
 from reshard.torch.storage import writer
 
@@ -45,23 +46,23 @@ def main(original: str, format: str, target: str, *folders: str) -> None:
         # Ranks that see nothing of each other's folders.
         os.environ["XDG_CACHE_HOME"] += f"/{dist.get_rank()}"
         writer.name_host = lambda: ("host", dist.get_rank())
-    # 1. Loaded from every format.
     for folder in folders:
-        model = make_model()
-        state = get_model_state_dict(model)
-        dcp.load(state, storage_reader=StorageReader(folder))
-        check(get_model_state_dict(model), whole, folder)
-    # 2. Saved, with the state of an optimizer where the format has a place for all of it.
+        with reported(f"{Path(folder).name}_is_loaded"):
+            model = make_model()
+            state = get_model_state_dict(model)
+            dcp.load(state, storage_reader=StorageReader(folder))
+            check(get_model_state_dict(model), whole, folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 7)).sum().backward()
     optimizer.step()
-    if format == "torch-dcp":
-        models, optimizers = get_state_dict(model, optimizer)
-        saved = {"model": models, "optim": optimizers}
-    else:
-        saved = {"model": get_model_state_dict(model)}
-    dcp.save(saved, storage_writer=StorageWriter(target, format=format))
-    # 3. Loaded under another mesh, by this reader and, where it can, by PyTorch's.
+    with reported("what_was_trained_is_saved"):
+        # With the state of the optimizer, if the format stores all of it.
+        if format == "torch-dcp":
+            models, optimizers = get_state_dict(model, optimizer)
+            saved = {"model": models, "optim": optimizers}
+        else:
+            saved = {"model": get_model_state_dict(model)}
+        dcp.save(saved, storage_writer=StorageWriter(target, format=format))
     trained = {name: one.full_tensor() for name, one in saved["model"].items()}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     readers = [StorageReader(target)]
@@ -69,31 +70,34 @@ def main(original: str, format: str, target: str, *folders: str) -> None:
         readers.append(dcp.FileSystemReader(target))
     for reader in readers:
         for placement in (Shard(1), Replicate(), Shard(0)):
-            state = {
-                name: distribute_tensor(
-                    torch.zeros_like(one),
-                    mesh,
-                    [placement if one.ndim > 1 else Shard(0)],
-                )
-                for name, one in trained.items()
-            }
-            dcp.load({"model": state}, storage_reader=reader)
-            check(state, trained, f"{type(reader).__name__} {placement}")
+            reader_name = f"{type(reader).__module__}.{type(reader).__name__}"
+            with reported(f"{reader_name} loads it with {placement} on another mesh"):
+                state = {
+                    name: distribute_tensor(
+                        torch.zeros_like(one),
+                        mesh,
+                        [placement if one.ndim > 1 else Shard(0)],
+                    )
+                    for name, one in trained.items()
+                }
+                dcp.load({"model": state}, storage_reader=reader)
+                check(state, trained, f"{reader_name} {placement}")
     if format == "torch-dcp":
-        again = make_model()
-        other = torch.optim.AdamW(again.parameters(), lr=0.0)
-        models, optimizers = get_state_dict(again, other)
-        state = {"model": models, "optim": optimizers}
-        dcp.load(state, storage_reader=StorageReader(target))
-        for name, values in saved["optim"]["state"].items():
-            for key, value in values.items():
-                found = state["optim"]["state"][name][key]
-                if isinstance(value, DTensor):
-                    value, found = value.to_local(), found.to_local()
-                if not torch.equal(torch.as_tensor(value), torch.as_tensor(found)):
-                    raise SystemExit(f"{key} of {name} differs on rank {dist.get_rank()}")
-        if state["optim"]["param_groups"][0]["lr"] != 0.1:
-            raise SystemExit(f"groups {state['optim']['param_groups']}")
+        with reported("the_optimizer_state_is_loaded"):
+            again = make_model()
+            other = torch.optim.AdamW(again.parameters(), lr=0.0)
+            models, optimizers = get_state_dict(again, other)
+            state = {"model": models, "optim": optimizers}
+            dcp.load(state, storage_reader=StorageReader(target))
+            for name, values in saved["optim"]["state"].items():
+                for key, value in values.items():
+                    found = state["optim"]["state"][name][key]
+                    if isinstance(value, DTensor):
+                        value, found = value.to_local(), found.to_local()
+                    if not torch.equal(torch.as_tensor(value), torch.as_tensor(found)):
+                        raise SystemExit(f"{key} of {name} differs on rank {dist.get_rank()}")
+            if state["optim"]["param_groups"][0]["lr"] != 0.1:
+                raise SystemExit(f"groups {state['optim']['param_groups']}")
     dist.barrier()
     dist.destroy_process_group()
 

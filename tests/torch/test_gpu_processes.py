@@ -14,7 +14,7 @@ DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_same_ranks_on_the_cpu(ranks: int) -> None:
+def test_ranks_exchange_tensors_of_the_cpu_by_gloo(ranks: int) -> None:
     expect_all_end_well(run_ranks("gpu_process.py", ranks, "gloo", "cpu"))
 
 

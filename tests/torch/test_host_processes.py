@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 RATE = 250_000_000
 
 
-def test_stages_between_four_ranks() -> None:
+def test_refits_in_stages_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("stages_process.py", 4))
 
 

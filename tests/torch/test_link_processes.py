@@ -14,31 +14,39 @@ from selection import keep_where
 
 pytest.importorskip("torch")
 
-KILLED = {"engine_dies": {3}, "dies_among_changes": {3}, "trainer_dies": {0, 1}}
+COMBINED = (
+    "engines_keep_their_weights_after_the_trainer_is_killed",
+    "the_other_engine_gets_changes_after_one_is_killed",
+)
+KILLED = {
+    "the_other_engine_continues_after_one_is_killed": {3},
+    "the_other_engine_gets_changes_after_one_is_killed": {3},
+    "engines_keep_their_weights_after_the_trainer_is_killed": {0, 1},
+}
 CASES = (
-    "steps",
-    "beside",
-    "other_orders",
-    "buckets",
-    "traced",
-    "options",
-    "misfits",
-    "later",
-    "engine_dies",
-    "trainer_dies",
-    "trainer_raises",
-    "first_rank_raises",
-    "secrets",
-    "changes",
-    "quantised",
-    "dies_among_changes",
+    "engines_get_the_weights_of_each_version",
+    "runs_in_the_background_do_not_mix",
+    "other_orders_of_models_are_refused",
+    "tensors_are_complete_bucket_by_bucket",
+    "each_rank_traces_to_its_own_file",
+    "engines_follow_the_options_of_the_trainer",
+    "models_that_do_not_fit_are_refused_on_both_sides",
+    "an_engine_joins_while_the_trainer_runs",
+    "the_other_engine_continues_after_one_is_killed",
+    "engines_keep_their_weights_after_the_trainer_is_killed",
+    "all_learn_why_a_rank_of_the_trainer_raised",
+    "all_learn_why_the_first_rank_raised",
+    "an_engine_with_another_secret_is_refused",
+    "only_changes_are_sent",
+    "only_changed_blocks_are_quantized_and_sent",
+    "the_other_engine_gets_changes_after_one_is_killed",
 )
 
 
 @pytest.mark.parametrize(
     "case",
     keep_where(
-        lambda case: case not in ("trainer_dies", "dies_among_changes"),
+        lambda case: case not in COMBINED,
         CASES,
         "a default case of engines that hand on weights, or of deaths and of changes apart",
     ),
@@ -52,26 +60,26 @@ def test_a_trainer_and_two_engines(case: str, tmp_path: Path) -> None:
 
 
 RELAYS = {
-    "fan_out": set(),
-    "hand_ons": set(),
-    "relay_dies": {3},
-    "trainer_dies": {0, 1},
-    "others": set(),
-    "named": set(),
-    "changes": set(),
-    "quantised": set(),
+    "the_trainer_sends_as_much_to_three_engines_as_to_one": set(),
+    "relayed_models_arrive_in_the_background": set(),
+    "engines_after_a_killed_relay_get_the_same_run": {3},
+    "engines_have_one_version_or_report_a_mix_of_two": {0, 1},
+    "an_engine_of_other_types_is_served_by_the_trainer": set(),
+    "names_of_megatron_core_need_no_mapping": set(),
+    "only_changes_are_relayed": set(),
+    "quantized_weights_are_relayed_as_they_are": set(),
 }
 
 
 @pytest.mark.parametrize(
     "case",
     keep_where(
-        lambda case: case not in ("changes", "quantised"),
+        lambda case: "only_changes" not in case and "quantized" not in case,
         RELAYS,
-        "a default case without relays; fan_out has relays",
+        "a default case without relays; one that counts bytes has relays",
     ),
 )
-def test_engines_hand_on_weights(case: str) -> None:
+def test_engines_relay_weights(case: str) -> None:
     ports = [free_port() for _ in range(4)]
     ended = run_ranks("relay_process.py", 7, case, *ports, timeout_s=300)
     assert {rank for rank, one in enumerate(ended) if one.code == 9} == RELAYS[case]
@@ -88,7 +96,7 @@ def expect_equal_predictions(trainer: str, engine: str) -> None:
     assert "still has version 2" in engine
 
 
-def test_the_example_runs() -> None:
+def test_an_engine_of_the_example_predicts_what_its_trainer_does() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     ended = run_ranks("link_example_process.py", 4, url, free_port(), free_port())
     expect_all_end_well(ended)
@@ -117,5 +125,5 @@ def test_the_example_runs_by_torchrun() -> None:
     expect_equal_predictions(*outputs)
 
 
-def test_an_engine_that_fails_within_connect_and_a_trainer_that_ends() -> None:
+def test_a_trainer_links_with_an_engine_after_one_that_failed() -> None:
     expect_all_end_well(run_ranks("link_endings_process.py", 2, free_port(), free_port()))

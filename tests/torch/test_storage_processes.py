@@ -36,7 +36,7 @@ def model(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "format", ["torch-dcp", "sharded-safetensors", "safetensors", "torch-pickle"]
 )
-def test_fsdp2_on_two_ranks(tmp_path: Path, format: str) -> None:
+def test_fsdp2_loads_and_saves_on_two_ranks(tmp_path: Path, format: str) -> None:
     original = model(tmp_path / "model")
     folders = [original]
     for name, to, how in (

@@ -14,6 +14,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.spmd as sp
+from rank_cases import report_each, reported
 from reshard import spec
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.shards import process_runner
@@ -86,7 +87,7 @@ def decided(x: Any, w: Any) -> Any:
     return sp.scan(body, x[0], x)
 
 
-def check_control_flow() -> None:
+def decisions_of_elements_are_the_same_on_all_ranks() -> None:
     random = np.random.default_rng(3)
     x, w = random.normal(size=(4, 6, 6)), random.normal(size=(6, 6))
     expected = decided(sp.array(x), sp.array(w))
@@ -111,11 +112,9 @@ def main() -> None:
     for number, case in list(enumerate(FUNCTIONS))[:: choose(4, 1)]:
         # Starting and agreeing take most of the time: strategies take turns.
         for strategy in ("eager", "basic")[number % 2 :][:1]:
-            try:
+            with reported(f"{case.name}, {strategy}"):
                 check(case, strategy)
-            except BaseException as error:
-                raise RuntimeError(f"{case.name}, {strategy}") from error
-    check_control_flow()
+    report_each([decisions_of_elements_are_the_same_on_all_ranks])
     dist.destroy_process_group()
 
 

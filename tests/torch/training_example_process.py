@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train
 
+from rank_cases import reported
+
 
 def main() -> None:
     torch.set_num_threads(1)
@@ -28,15 +30,17 @@ def main() -> None:
         ("dp=2,tp=2", "3", "", 9),
         ("pp=2,tp=2", "0", "zb-h1", 10),
     ):
-        steps = str(tenths * tenth)
-        words = ["--mesh", mesh, "--zero", zero, "--order", order, "--steps", steps]
-        run = train.train(train.read_arguments([*common, *words]))
-        assert len(run.losses) == int(steps)
-        # A process has the parameters of its stages.
-        is_whole = len(run.parameters) == len(train.TINY.shapes())
-        assert is_whole == (not order), (mesh, len(run.parameters))
-    # Groups of processes have threads: as many as four meshes need, whatever number of arrays.
-    assert len(list(Path("/proc/self/task").iterdir())) < 200
+        with reported(f"training reaches {tenths} tenths of its steps on {mesh}"):
+            steps = str(tenths * tenth)
+            words = ["--mesh", mesh, "--zero", zero, "--order", order, "--steps", steps]
+            run = train.train(train.read_arguments([*common, *words]))
+            assert len(run.losses) == int(steps)
+            # A process has the parameters of its stages.
+            is_whole = len(run.parameters) == len(train.TINY.shapes())
+            assert is_whole == (not order), (mesh, len(run.parameters))
+    with reported("groups of processes have few threads"):
+        # Groups of processes have threads: as many as four meshes need, whatever number of arrays.
+        assert len(list(Path("/proc/self/task").iterdir())) < 200
     dist.destroy_process_group()
 
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import reshard
+from rank_cases import report_each
 from refit_models import CUTS, distributed, expect, expect_same, layouts_of, values, zeros
 from reshard.errors import ReshardError, RunError, ShardError
 from reshard.megatron import MegatronNames, MegatronRanks
@@ -53,7 +54,7 @@ def group_of_both(port: int, name: str = "weights", **options: Any) -> dist.Proc
     return group
 
 
-def dtensors(group: dist.ProcessGroup) -> None:
+def dtensors_move_between_meshes_of_two_jobs(group: dist.ProcessGroup) -> None:
     """FSDP2 of one job to tensor parallelism of the other, each on a mesh of its own."""
     mesh = init_device_mesh("cpu", (SIDE_RANKS,), mesh_dim_names=("tp",))
     source = distributed(values(), mesh, ROWS) if IS_TRAINER else None
@@ -70,7 +71,7 @@ def dtensors(group: dist.ProcessGroup) -> None:
                 expect_same(target, distributed(values(turn), mesh, COLUMNS), "dtensors")
 
 
-def layouts(group: dist.ProcessGroup) -> None:
+def layouts_count_the_ranks_of_their_own_job(group: dist.ProcessGroup) -> None:
     """Layouts count from 0 on either side; an offset is one of the group."""
     cut = {name: "-, tp" if cut == "tp, -" else cut for name, cut in CUTS.items()}
     at = RANK % SIDE_RANKS
@@ -96,7 +97,7 @@ def _laid(tensors: Any, by_name: Any, rank: int) -> dict[str, Any]:
     return found
 
 
-def tensors_one_by_one(group: dist.ProcessGroup) -> None:
+def a_tensor_is_redistributed_to_another_job_and_back(group: dist.ProcessGroup) -> None:
     """A tensor of one job, redistributed to the other, and back."""
     mesh = init_device_mesh("cpu", (SIDE_RANKS,), mesh_dim_names=("tp",))
     both = reshard.DeviceMesh.of(tp=SIDE_RANKS, devices=range(SIDE_RANKS, 2 * SIDE_RANKS))
@@ -117,7 +118,7 @@ def tensors_one_by_one(group: dist.ProcessGroup) -> None:
         expect(torch.equal(found.full_tensor(), whole), "in the background")
 
 
-def fully_sharded(group: dist.ProcessGroup) -> None:
+def a_fully_sharded_module_becomes_a_plain_one(group: dist.ProcessGroup) -> None:
     """A module under FSDP2 to a plain module of an engine whose ranks have all of it."""
     torch.manual_seed(0)
     trainer = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3))
@@ -130,7 +131,7 @@ def fully_sharded(group: dist.ProcessGroup) -> None:
         expect(torch.equal(tensor, expected[name]), name)
 
 
-def by_recipes(group: dist.ProcessGroup) -> None:
+def recipes_count_the_ranks_of_their_own_job(group: dist.ProcessGroup) -> None:
     """A recipe's layouts, and Megatron's ranks, are those of their own job."""
     shapes = {"model.embed_tokens.weight": (8, 4), "model.norm.weight": (4,)}
     whole = {name: torch.rand(shape, generator=_seed()) for name, shape in shapes.items()}
@@ -154,7 +155,7 @@ def _seed() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
-def megatrons(group: dist.ProcessGroup) -> None:
+def ranks_of_megatron_are_those_of_their_own_job(group: dist.ProcessGroup) -> None:
     """Tensor parallelism of Megatron in one job, by sizes, by groups and by lists of ranks."""
     whole = torch.rand(8, 4, generator=_seed())
     pair = dist.new_group([0, 1])
@@ -180,7 +181,7 @@ def megatrons(group: dist.ProcessGroup) -> None:
             expect(torch.equal(target["weight"], whole), f"Megatron's by {how}")
 
 
-def without_some(port: int) -> None:
+def a_group_without_ranks_of_a_part_is_refused(port: int) -> None:
     """A group without ranks that have a part says which."""
     if RANK == 1:
         return
@@ -207,7 +208,7 @@ def without_some(port: int) -> None:
     expect(target is None or bool((target["weight"] == 1).all()), "from one rank of a job")
 
 
-def a_trainer_dies(group: dist.ProcessGroup) -> None:
+def all_ranks_raise_if_a_trainer_dies(group: dist.ProcessGroup) -> None:
     """All others raise at once, with its rank, host and process."""
     source = {"weight": torch.ones(1 << 16)} if IS_TRAINER else None
     target = None if IS_TRAINER else {"weight": torch.zeros(1 << 16)}
@@ -229,17 +230,19 @@ def a_trainer_dies(group: dist.ProcessGroup) -> None:
 def main(*ports: int) -> None:
     begin_job(ports[0 if IS_TRAINER else 1])
     group = group_of_both(ports[2])
-    for case in (
-        dtensors,
-        layouts,
-        tensors_one_by_one,
-        fully_sharded,
-        by_recipes,
-        megatrons,
-    ):
-        case(group)
-    without_some(ports[3])
-    a_trainer_dies(group)
+    report_each(
+        [
+            dtensors_move_between_meshes_of_two_jobs,
+            layouts_count_the_ranks_of_their_own_job,
+            a_tensor_is_redistributed_to_another_job_and_back,
+            a_fully_sharded_module_becomes_a_plain_one,
+            recipes_count_the_ranks_of_their_own_job,
+            ranks_of_megatron_are_those_of_their_own_job,
+        ],
+        group,
+    )
+    report_each([a_group_without_ranks_of_a_part_is_refused], ports[3])
+    report_each([all_ranks_raise_if_a_trainer_dies], group)
 
 
 if __name__ == "__main__":
