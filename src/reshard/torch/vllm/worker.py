@@ -39,7 +39,7 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,6 +56,27 @@ from reshard.torch.vllm.reloading import ReloadedModel
 SOURCES = ("module", "saved", "checkpoint")
 
 
+@dataclass(kw_only=True)
+class LinkOptions:
+    """The options of an engine's link with a trainer.
+
+    Args:
+        name, secret, timeout_s, insecure: arguments of `reshard.torch.connect`.
+        sources: the trainer's full tensors, `{name: (dtype, shape)}`; `"module"` for those of
+            transformers' module of the model's config; `"saved"` for those that the module saves,
+            whose names recipes give to Megatron's; `"checkpoint"` for those in the checkpoint
+            that the model was started from.
+        strict: whether a parameter that no source fills is an error.
+    """
+
+    name: str = "engine"
+    secret: str | None = None
+    timeout_s: float = 1800.0
+    sources: Mapping[str, Any] | str = "module"
+    strict: bool = True
+    insecure: bool = False
+
+
 class LinkedRank:
     """A rank of vLLM, linked with a trainer.
 
@@ -63,13 +84,8 @@ class LinkedRank:
         model: the vLLM model of this worker.
         model_config: vLLM's `ModelConfig`.
         url: of the link.
+        options: see `LinkOptions`.
         rank, ranks: this worker's rank in the engine, and the number of ranks.
-        name, secret, timeout_s, insecure: arguments of `reshard.torch.connect`.
-        sources: the trainer's full tensors, `{name: (dtype, shape)}`; `"module"` for those of
-            transformers' module of the model's config; `"saved"` for those that the module saves,
-            whose names recipes give to Megatron's; `"checkpoint"` for those in the checkpoint
-            that the model was started from.
-        strict: whether a parameter that no source fills is an error.
 
     Attributes:
         reloaded: the vLLM model with its staged tensors.
@@ -86,32 +102,27 @@ class LinkedRank:
         model: torch.nn.Module,
         model_config: Any,
         url: str,
+        options: LinkOptions,
         *,
         rank: int,
         ranks: int,
-        name: str = "engine",
-        secret: str | None = None,
-        timeout_s: float = 1800.0,
-        sources: Mapping[str, Any] | str = "module",
-        strict: bool = True,
-        insecure: bool = False,
     ) -> None:
-        kinds = find_sources(model_config, sources)
+        kinds = find_sources(model_config, options.sources)
         # Connect before anything that may fail, so that others need not wait for this rank.
         self.link = connect(
             url,
             "engine",
             rank=rank,
             ranks=ranks,
-            name=name,
-            secret=secret,
-            timeout_s=timeout_s,
-            insecure=insecure,
+            name=options.name,
+            secret=options.secret,
+            timeout_s=options.timeout_s,
+            insecure=options.insecure,
         )
         try:
-            convert = find_conversion(model_config, sources)
+            convert = find_conversion(model_config, options.sources)
             self.reloaded = ReloadedModel(
-                model, model_config, kinds, rank, convert=convert, strict=strict
+                model, model_config, kinds, rank, convert=convert, strict=options.strict
             )
             self.sync = self.link.prepare(self.reloaded.staged.tensors)
         except BaseException:
@@ -156,7 +167,7 @@ def find_conversion(
 
 
 def find_sources(model_config: Any, sources: Mapping[str, Any] | str) -> dict[str, SourceTensor]:
-    """Return the full tensors of a trainer of this model, see `LinkedRank`.
+    """Return the full tensors of a trainer of this model, see `LinkOptions`.
 
     Raises:
         UsageError: sources that are neither a table nor of `SOURCES`, or a folder without a
@@ -209,7 +220,7 @@ class LinkedWorker:
 
         Args:
             url: of the link, see `reshard.torch.connect`.
-            options: `name`, `secret`, `timeout_s`, `sources`, `strict`, `insecure` of `LinkedRank`.
+            options: the fields of `LinkOptions`.
 
         Returns:
             The number of bytes that this worker receives in a run, and stages on the host.
@@ -224,9 +235,9 @@ class LinkedWorker:
                 self.model_runner.get_model(),
                 config.model_config,
                 url,
+                LinkOptions(**options),
                 rank=rank,
                 ranks=ranks,
-                **options,
             )
         return self._linked.reloaded.staged.size_bytes
 
@@ -296,14 +307,8 @@ def make_engine_class() -> Any:
     from vllm.distributed.weight_transfer import base
 
     @dataclass
-    class LinkInit(base.WeightTransferInitInfo):  # type: ignore[misc]
+    class LinkInit(LinkOptions, base.WeightTransferInitInfo):  # type: ignore[misc]
         url: str
-        name: str = "engine"
-        secret: str | None = None
-        timeout_s: float = 1800.0
-        sources: Any = "module"
-        strict: bool = True
-        insecure: bool = False
 
     @dataclass
     class LinkUpdate(base.WeightTransferUpdateInfo):  # type: ignore[misc]
@@ -326,14 +331,9 @@ def make_engine_class() -> Any:
                     self.model,
                     self.model_config,
                     init_info.url,
+                    init_info,
                     rank=rank,
                     ranks=ranks,
-                    name=init_info.name,
-                    secret=init_info.secret,
-                    timeout_s=init_info.timeout_s,
-                    sources=init_info.sources,
-                    strict=init_info.strict,
-                    insecure=init_info.insecure,
                 )
 
         def start_weight_update(self) -> None:
@@ -377,25 +377,17 @@ def make_init_class() -> Any:
     register_backend()
 
     @dataclass
-    class ReshardTrainerInit(base.TrainerInitInfo):  # type: ignore[misc]
+    class ReshardTrainerInit(LinkOptions, base.TrainerInitInfo):  # type: ignore[misc]
         """A rank of a trainer, its model, and the link.
 
-        `url`, `name`, `secret`, `timeout_s` and `insecure` are those of `reshard.torch.connect`;
-        `options` are those of `prepare`, such as `cast` and `names`; `sources`, the engine's
-        description of the trainer's tensors, and `strict` are those of `LinkedRank`. A secret is
-        not sent: workers have it in the environment.
+        `options` are those of `prepare`, such as `cast` and `names`; the others are those of the
+        engine's link, see `LinkOptions`. A secret is not sent: workers have it in the environment.
         """
 
         backend: ClassVar[str] = BACKEND
         url: str
         model: Any
         ranks: int
-        name: str = "engine"
-        secret: str | None = None
-        timeout_s: float = 1800.0
-        sources: Any = "module"
-        strict: bool = True
-        insecure: bool = False
         options: dict[str, Any] = field(default_factory=dict)
 
     return ReshardTrainerInit
@@ -427,14 +419,8 @@ def make_trainer_class() -> Any:
                     f"source={type(source).__name__}: whole tensors are not gathered here; give "
                     "the model itself, as ReshardTrainerInit(model=...)"
                 )
-            engine_options = {
-                "url": init_info.url,
-                "name": init_info.name,
-                "timeout_s": init_info.timeout_s,
-                "sources": init_info.sources,
-                "strict": init_info.strict,
-                "insecure": init_info.insecure,
-            }
+            names = {"url", *(option.name for option in fields(LinkOptions))} - {"secret"}
+            engine_options = {name: getattr(init_info, name) for name in names}
 
             def join() -> Any:
                 link = connect(
