@@ -222,8 +222,8 @@ class WeightLink:
 
         def prepare_relay(group: RankGroup, is_source: bool, batches: Mapping[str, int]) -> Refit:
             message = json.dumps(dict(batches)).encode() if is_source and not self.rank else b""
-            told = gather(message, group)[group.ranks[0]]
-            buckets = messages.read_message(dict[str, int], told, "table of an engine's buckets")
+            first = gather(message, group)[group.ranks[0]]
+            buckets = messages.read_message(dict[str, int], first, "table of an engine's buckets")
             side = (model, None) if is_source else (None, model)
             given = {name: read[name] for name in messages.RELAYED if name in read}
             # The names of two engines that are not Megatron's need no new search.
@@ -258,11 +258,11 @@ class WeightLink:
         options: Mapping[str, Any],
         given: Mapping[str, Any],
     ) -> TrainerSync:
-        said = messages.write_options({"buckets": "auto", **options})
-        read = messages.read_options(said)
+        message = messages.write_options({"buckets": "auto", **options})
+        read = messages.read_options(message)
 
         def prepare_with(group: RankGroup) -> Refit:
-            gather(said if self.rank == 0 else b"", group)
+            gather(message if self.rank == 0 else b"", group)
             return Refit.prepare(model, None, source_names=names, group=group, **read, **given)
 
         sync = TrainerSync(

@@ -144,8 +144,8 @@ class LinkMembers:
             return
         self._admit(engines)
         if engines and not self.groups:
-            told = "; ".join(f"{name}: {why}" for name, why in self.take_lost().items())
-            raise LinkError(f"no engine could be linked: {told}")
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.take_lost().items())
+            raise LinkError(f"no engine could be linked: {reasons}")
 
     def check_open(self) -> None:
         """Raise LinkError if this process has left the link."""
@@ -338,8 +338,8 @@ class LinkMembers:
             if self._presence.is_disconnected:
                 # The store is unreachable as well.
                 raise
-            told = handshake.explain_departure(self._store, self.trainer, self.trainer.tokens[0])
-            raise LinkError(told) from error
+            reason = handshake.explain_departure(self._store, self.trainer, self.trainer.tokens[0])
+            raise LinkError(reason) from error
 
     def _find_lost(self, sides: tuple[handshake.Announcement, ...]) -> str:
         """Return which process of the sides has ended, or an empty text."""

@@ -97,9 +97,9 @@ class _EngineRun:
     def _serve(self) -> None:
         first = self._group.ranks[0]
         # Only the first rank's order counts.
-        said = write_message(self.order) if self._group.rank == first else b""
-        told = gather(said, self._group)[first]
-        self.order = Order.read(told, self.order.sync)
+        message = write_message(self.order) if self._group.rank == first else b""
+        order = gather(message, self._group)[first]
+        self.order = Order.read(order, self.order.sync)
         self.is_direct = self.order.feed_of(self.number) is None
         if self.is_direct:
             refit = self.prepared.refit
@@ -239,11 +239,12 @@ class TrainerSync(WeightSync):
                 # The account of this run has it: the next must not report it again.
                 self._members.take_lost()
         if not account.engines:
-            told = "; ".join(f"{name}: {why}" for name, why in account.lost.items())
+            reasons = "; ".join(f"{name}: {why}" for name, why in account.lost.items())
             if control.is_stopped():
-                raise InterruptedRunError(f"stopped; no engine has version {version}: {told}")
+                raise InterruptedRunError(f"stopped; no engine has version {version}: {reasons}")
             raise LinkError(
-                f"no engine has version {version}: {told or 'none is there'}; run again once one is"
+                f"no engine has version {version}: {reasons or 'none is there'}; run again once "
+                "one is"
             )
         self.version = version
         return SyncReport(

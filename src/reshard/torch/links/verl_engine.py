@@ -211,9 +211,9 @@ class StreamEnd:
     async def _send(self, table: list[Any], parts: list[torch.Tensor], is_last: bool) -> None:
         sync = self._expect_sync()
         text = json.dumps({"tensors": table, "is_last": is_last}).encode()
-        told = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-        at = len(told)
-        self._bucket[:at] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        at = len(head)
+        self._bucket[:at] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         for part in parts:
             self._bucket[at : at + len(part)] = part
             at += len(part)
@@ -261,16 +261,16 @@ class StreamEnd:
         try:
             if stop > self.bucket_size:
                 raise ValueError(f"{length} bytes of a table")
-            told = json.loads(self._bucket[_LENGTH_BYTES:stop].numpy().tobytes())
+            head = json.loads(self._bucket[_LENGTH_BYTES:stop].numpy().tobytes())
             table = [
                 (str(name), as_dtype(kind).name, [int(n) for n in shape], int(begin), int(size))
-                for name, kind, shape, begin, size in told["tensors"]
+                for name, kind, shape, begin, size in head["tensors"]
             ]
             if any(min([begin, size, *shape]) < 0 for _, _, shape, begin, size in table):
                 raise ValueError("numbers below 0")
             if any(math.prod(shape) > 1 << 48 for _, _, shape, _, _ in table):
                 raise ValueError("tensors that no memory holds")
-            return table, bool(told["is_last"]), stop
+            return table, bool(head["is_last"]), stop
         except (ValueError, KeyError, TypeError, ReshardError) as error:
             raise LinkError(f"what arrived is no bucket of weights: {error}") from error
 

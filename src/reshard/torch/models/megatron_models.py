@@ -192,16 +192,18 @@ def find_groups(module: torch.nn.Module) -> Any:
     return next((groups for groups in candidates if groups is not None), None)
 
 
-def read_groups(said: Any) -> GroupDescription | None:
+def read_groups(description: Any) -> GroupDescription | None:
     """Return a rank's description, or None if its model has names."""
-    if said is None:
+    if description is None:
         return None
     try:
-        groups = {axis: tuple(map(int, of)) for axis, of in said["groups"].items()}
-        layers = tuple(map(int, said["layers"]))
-        return GroupDescription(groups, layers, str(said["stack"]), str(said["problem"]))
+        groups = {axis: tuple(map(int, of)) for axis, of in description["groups"].items()}
+        layers = tuple(map(int, description["layers"]))
+        return GroupDescription(
+            groups, layers, str(description["stack"]), str(description["problem"])
+        )
     except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise NotationError(f"{said!r} does not say which groups a rank is in") from error
+        raise NotationError(f"{description!r} does not say which groups a rank is in") from error
 
 
 def _find_ranks(model: MegatronModel) -> dict[str, tuple[int, ...]]:

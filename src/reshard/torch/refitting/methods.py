@@ -203,10 +203,10 @@ def _require_programs(
         if isinstance(program, str) and program != _EXCHANGED
     ]
     if problems:
-        told = first_lines(problems, _SHOWN)
+        lines = first_lines(problems, _SHOWN)
         raise PlanError(
             f"method='program', but {len(problems)} of {len(matches)} tensors have no program; "
-            f"take method='auto':{told}"
+            f"take method='auto':{lines}"
         )
     return tuple(
         TensorMethod(None, program)

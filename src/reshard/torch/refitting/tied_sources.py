@@ -191,11 +191,11 @@ def compare_distant(
     # Ranks without a part of these tensors send nothing.
     message = problem or (json.dumps(own) if any(own) else "")
     sums = [0] * (2 * len(compared))
-    for text in gather(message.encode(), group).values():
-        told = text.decode()
-        if told and not told.startswith("["):
-            group.raise_on_all(RunError(f"nothing was moved: {told}"))
-        for number, value in enumerate(json.loads(told) if told else ()):
+    for data in gather(message.encode(), group).values():
+        text = data.decode()
+        if text and not text.startswith("["):
+            group.raise_on_all(RunError(f"nothing was moved: {text}"))
+        for number, value in enumerate(json.loads(text) if text else ()):
             sums[number] = (sums[number] + value) % (1 << 64)
     for number, pair in enumerate(compared):
         if sums[2 * number] != sums[2 * number + 1]:
