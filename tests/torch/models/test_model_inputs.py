@@ -48,7 +48,7 @@ def test_tensors_of_a_scripted_module() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(torch.nn.Linear(2, 2))
     assert [name for name, _ in tensors_of(scripted)] == ["weight", "bias"]
-    assert ModuleSlots.of(scripted, scripted.parameters()).find_replaced() == ""
+    assert ModuleSlots.of(scripted, scripted.parameters()).find_change(is_target=True) == ""
 
 
 def test_views_in_a_state_dict_are_the_parameters() -> None:

@@ -335,7 +335,7 @@ def test_results_of_a_transform_need_no_source() -> None:
     target = {"w": held("float8_e4m3fn"), "w_scale_inv": held()}
     found, problems = matched({"w": held("bfloat16")}, target, transforms={"w": BlockQuantized()})
     assert not problems
-    assert [(one.name, one.dtype, one.is_transformed) for one in found] == [("w", "bfloat16", True)]
+    assert [(match.name, match.dtype, match.made_of) for match in found] == [("w", "bfloat16", "w")]
 
 
 def test_invalid_names_are_refused() -> None:

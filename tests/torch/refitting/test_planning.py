@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 
@@ -20,11 +21,10 @@ from reshard.torch.models.model_manifest import (  # noqa: E402
 from reshard.torch.refitting.options import RefitSettings  # noqa: E402
 from reshard.torch.refitting.planning import (  # noqa: E402
     RefitPlan,
-    find_known,
     find_transforms,
-    keep_known,
     plan_or_error,
     plan_refit,
+    reuse_plan,
 )
 
 
@@ -138,16 +138,20 @@ def test_the_first_transform_that_fits() -> None:
 
 
 def test_plans_are_known_as_long_as_somebody_has_them_and_the_last_one_longer() -> None:
-    kept, dropped = (plan(manifests([one]), manifests([one])) for one in (A, B))
-    keep_known(b"kept", kept)
-    keep_known(b"dropped", dropped)
-    keep_known(None, dropped)
+    kept, dropped, other = (plan(manifests([one]), manifests([one])) for one in (A, B, A))
+    assert reuse_plan(b"kept", lambda: kept) is kept
+    reuse_plan(b"dropped", iter([dropped]).__next__)
+    assert reuse_plan(None, lambda: other) is other
+    reference = weakref.ref(dropped)
     del dropped
     # It is the last one.
-    assert find_known(b"dropped") is not None
-    assert find_known(b"kept") is kept
+    assert reuse_plan(b"dropped", lambda: other) is reference()
+    assert reuse_plan(b"kept", lambda: other) is kept
     gc.collect()
-    assert find_known(b"dropped") is None is find_known(None)
+    assert reuse_plan(b"dropped", lambda: other) is other
+    error = ShardError("no plan")
+    assert reuse_plan(b"failed", lambda: error) is error
+    assert reuse_plan(b"failed", lambda: other) is other
 
 
 def test_transforms_are_code_so_their_plans_are_not_known() -> None:

@@ -286,11 +286,11 @@ class ModuleSlots:
 
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     >>> slots = ModuleSlots.of(module, module.parameters())
-    >>> slots.find_replaced()
+    >>> slots.find_change(is_target=True)
     ''
     >>> module[0].bias = torch.nn.Parameter(torch.zeros(2))
-    >>> slots.find_replaced()
-    '0.bias'
+    >>> slots.find_change(is_target=True)[:40]
+    'the module has another tensor as 0.bias '
     """
 
     slots: tuple[tuple[dict[str, Any], str, torch.Tensor, str], ...] = ()
@@ -318,25 +318,28 @@ class ModuleSlots:
         shards = tuple((find, find().data_ptr(), name) for find, name in shard_getters)
         return cls(tuple(slots), shards, tuple(tuners))
 
-    def find_merged(self, is_target: bool) -> str:
-        """Return why merged adapters would count twice or not at all, or an empty text."""
-        if not self.tuners:
-            return ""
-        return find_merged(self.tuners, None if is_target else (slot[2] for slot in self.slots))
+    def find_change(self, is_target: bool) -> str:
+        """Return why the tensors are not, or not alone, what the module uses; else an empty text.
 
-    def find_replaced(self, may_compute: bool = False) -> str:
-        """Return the name of the first slot with another tensor, or an empty text.
-
-        During a forward, FSDP2 may have replaced a shard by a gathered tensor.
+        Adapters may be merged now, or a tensor may be another. A forward of the source may run, in
+        which FSDP2 replaces shards by gathered tensors.
         """
+        if self.tuners:
+            read = None if is_target else (slot[2] for slot in self.slots)
+            if problem := find_merged(self.tuners, read):
+                return problem
+        replaced = [name for find, address, name in self.shards if find().data_ptr() != address]
         for table, key, tensor, name in self.slots:
-            now = table.get(key)
-            if now is not tensor and not (may_compute and _is_gathered(now, tensor)):
-                return name
-        for find, address, name in self.shards:
-            if find().data_ptr() != address:
-                return name
-        return ""
+            current = table.get(key)
+            if current is not tensor and (is_target or not _is_gathered(current, tensor)):
+                replaced.insert(0, name)
+                break
+        if not replaced:
+            return ""
+        return (
+            f"the module has another tensor as {replaced[0]} than when it was prepared; copy into "
+            "the one that was there, or prepare again"
+        )
 
 
 def _list_shards(module: torch.nn.Module) -> Iterator[tuple[Callable[[], torch.Tensor], str]]:

@@ -213,7 +213,8 @@ class ModelPair:
     @property
     def notes(self) -> tuple[int, ...]:
         """Values that all ranks need of any: whether a model is Megatron's."""
-        return (int(any(map(is_megatron, (self.source, self.target)))),)
+        both = self.source, self.target
+        return (int(any(isinstance(model, MegatronModel) for model in both)),)
 
     def list_tensors(
         self,

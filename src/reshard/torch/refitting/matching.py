@@ -79,11 +79,6 @@ class Match(NamedTuple):
     specs: tuple[ShardingSpec, ShardingSpec] | None = None
 
     @property
-    def is_transformed(self) -> bool:
-        """Whether its elements need memory between source and target."""
-        return bool(self.made_at)
-
-    @property
     def can_be_compared(self) -> bool:
         """Whether sent elements can be compared with those that the previous run sent."""
         # The memory of a transform's input is overwritten by other tensors before the next run.
@@ -224,9 +219,13 @@ class _Matcher:
         """Return the match of a whole tensor."""
         tensor, transform = self.source[served_by], self.transforms.get(name)
         source, target = tensor.layout, wanted.layout
-        both_say = tensor.parameter is not None and wanted.parameter is not None
-        if transform is None and both_say:
-            source, target = _reconcile(tensor, wanted)
+        held, needed = tensor.parameter, wanted.parameter
+        if transform is None and held is not None and needed is not None:
+            # `_choose_dtype` checks whether types may differ, for all kinds of models.
+            differs = tensor.dtype != wanted.dtype
+            pair = reconcile(held, needed, cast=wanted.dtype if differs else None)
+            source = shift_ranks(pair.source.layout(pair.shape), tensor.first_rank)
+            target = shift_ranks(pair.target.layout(pair.shape), wanted.first_rank)
         elif source.shape != target.shape:
             raise _Misfit(f"{name}: {_compare_shapes(source.shape, target.shape)}")
         if transform is not None:
@@ -399,7 +398,9 @@ class _Matcher:
                 f"{name}: partial, and {tensor.dtype} to {wanted.dtype}; combine it "
                 "before it is cast"
             )
-        return _choose_narrower(tensor.dtype, wanted.dtype)
+        # The narrower, or the target's if both are equally wide.
+        widths = [as_dtype(of.dtype).itemsize_bytes for of in (tensor, wanted)]
+        return tensor.dtype if widths[0] < widths[1] else wanted.dtype
 
 
 class _Misfit(Exception):
@@ -436,19 +437,6 @@ def _find_specs(
     return (tensor.spec or everywhere), (wanted.spec or everywhere)
 
 
-def _reconcile(tensor: ModelTensor, wanted: ModelTensor) -> tuple[Layout, Layout]:
-    """Return the layouts of a parameter that Megatron describes on both sides."""
-    if tensor.parameter is None or wanted.parameter is None:
-        return tensor.layout, wanted.layout
-    # `_choose_dtype` checks whether types may differ, for all kinds of models.
-    differs = tensor.dtype != wanted.dtype
-    pair = reconcile(tensor.parameter, wanted.parameter, cast=wanted.dtype if differs else None)
-    return (
-        shift_ranks(pair.source.layout(pair.shape), tensor.first_rank),
-        shift_ranks(pair.target.layout(pair.shape), wanted.first_rank),
-    )
-
-
 def _select_layout(tensor: ModelTensor, index_range: IndexRange | None) -> Layout:
     return tensor.layout if index_range is None else index_range.layout
 
@@ -460,9 +448,3 @@ def _count_moved_bytes(match: Match) -> int:
 
 def _compare_shapes(source: tuple[int, ...], target: tuple[int, ...]) -> str:
     return f"shape {list(target)}, the source's {list(source)}"
-
-
-def _choose_narrower(source: str, target: str) -> str:
-    """Return the type of the sent elements: the narrower, or the target's if equally wide."""
-    widths = [as_dtype(dtype).itemsize_bytes for dtype in (source, target)]
-    return source if widths[0] < widths[1] else target

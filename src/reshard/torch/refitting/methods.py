@@ -167,7 +167,7 @@ def _stage(
 
 def _find_program(match: Match, staging_bytes: int, settings: RefitSettings) -> Program | str:
     """Return a tensor's program; or why it has none, or is not considered for one."""
-    if match.is_transformed:
+    if match.made_at:
         return "a transform makes it"
     if match.source_range is not None or match.target_range is not None:
         return "it is a piece of a fused tensor"

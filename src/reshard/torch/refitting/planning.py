@@ -17,7 +17,7 @@ import hashlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,17 +122,18 @@ def plan_refit(
     target, more = model_manifest.assemble_tensors(after, "target")
     problems += more
     # A tensor that ranks describe differently is reported once, and not also as missing.
+    names_before, names_after = _names(before), _names(after)
     aliases = model_manifest.find_alias_names(after)
-    unclear = _names(before) - source.keys(), _names(after) - target.keys() - aliases
+    unclear = names_before - source.keys(), names_after - target.keys() - aliases
     source = {name: tensor for name, tensor in source.items() if name not in unclear[1]}
     target = {name: tensor for name, tensor in target.items() if name not in unclear[0]}
     problems += [
         f"{name}: not in the target, but a transform is given for it"
         for name in settings.transforms or ()
-        if "*" not in name and name not in _names(after)
+        if "*" not in name and name not in names_after
     ]
     if isinstance(settings.cast, Mapping):
-        unknown = settings.cast.keys() - (_names(before) | _names(after))
+        unknown = settings.cast.keys() - names_before - names_after
         problems += [
             f"{name}: cast names it, but it is in neither model; give names common to both"
             for name in sorted(map(str, unknown))
@@ -213,12 +214,13 @@ def plan_part(
     is_known = False
     # 2. Plan: all ranks' parts, or each rank its own part.
     if is_first or not is_central:
-        key = make_key(settings.plan_key(hosts), messages)
-        found = find_known(key) or plan_or_error(settings, hosts, messages)
+        found = reuse_plan(
+            make_key(settings.plan_key(hosts), messages),
+            lambda: plan_or_error(settings, hosts, messages),
+        )
         if isinstance(found, RefitPlan):
-            keep_known(key, found)
             is_known = group.rank in found.known_parts
-        whole = found if isinstance(found, RefitPlan) else None
+            whole = found
         if not is_central:
             part = found if isinstance(found, ReshardError) else found.own_part(group.rank)
         elif isinstance(found, ReshardError):
@@ -293,17 +295,15 @@ def _report_methods(part: RefitPart) -> tuple[dict[str, str], dict[str, str], di
     return programs, exchanged, staged
 
 
-def keep_known(key: bytes | None, plan: RefitPlan) -> None:
-    """Keep a plan for refits with equal inputs, unless its key is None."""
-    if key is not None:
-        _PLANS[key] = plan
-        _LAST.append(plan)
-
-
-def find_known(key: bytes | None) -> RefitPlan | None:
-    """Return the kept plan of a key, or None."""
-    found = None if key is None else _PLANS.get(key)
-    if found is not None:
+def reuse_plan(
+    key: bytes | None, plan: Callable[[], RefitPlan | ReshardError]
+) -> RefitPlan | ReshardError:
+    """Return the kept plan of a key, or plan and keep the result; with None, plan anew."""
+    if key is None:
+        return plan()
+    found = _PLANS.get(key) or plan()
+    if isinstance(found, RefitPlan):
+        _PLANS[key] = found
         _LAST.append(found)
     return found
 

@@ -317,23 +317,6 @@ class Refit:
             return f"{type(error).__name__}: {error}"
         return problem and f"the target's parameters are in use: {problem}"
 
-    def _find_change(self) -> str | None:
-        """Return the first change of a tensor since the preparation, or None if unchanged."""
-        # Messages are views of the tensors' memory, so a tensor must still be where it was.
-        for side in (self._source, self._target):
-            for name, change in side.list_changes():
-                return f"{name} {change}; give it its memory back, or prepare again"
-        for slots, is_target in zip(self._slots, (False, True), strict=True):
-            if problem := slots.find_merged(is_target):
-                return problem
-        for slots, may_compute in zip(self._slots, (True, False), strict=True):
-            if name := slots.find_replaced(may_compute):
-                return (
-                    f"the module has another tensor as {name} than when it was prepared; copy "
-                    "into the one that was there, or prepare again"
-                )
-        return None
-
     @break_graph
     def run(
         self,
@@ -418,8 +401,13 @@ class Refit:
             )
         if problem := self._free_gathered(of_source=not computes):
             return problem
-        if change := self._find_change():
-            return change
+        # Messages are views of the tensors' memory, so a tensor must still be where it was.
+        for side in (self._source, self._target):
+            for name, change in side.list_changes():
+                return f"{name} {change}; give it its memory back, or prepare again"
+        for slots, is_target in zip(self._slots, (False, True), strict=True):
+            if problem := slots.find_change(is_target):
+                return problem
         if checks_source:
             for name in find_unusable(self._source.tensors):
                 return f"{name} of the source is partly new and partly old after a run that failed"
