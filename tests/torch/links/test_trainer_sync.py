@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from reshard.checkpoint.storage.threads import StoppedError  # noqa: E402
 from reshard.errors import LinkError, RunError  # noqa: E402
 from reshard.torch.links.sync import RunControl  # noqa: E402
-from reshard.torch.links.trainer_sync import TrainerSync, count_sent  # noqa: E402
+from reshard.torch.links.trainer_sync import SentBatches, TrainerSync  # noqa: E402
 
 PATIENCE_S = 60.0
 
@@ -78,7 +78,7 @@ def test_other_errors_of_a_comparison_are_raised_unchanged(monkeypatch: pytest.M
 def test_a_run_stops_before_its_next_bucket() -> None:
     stop = threading.Event()
     control = RunControl(stop=stop)
-    sent = count_sent(control, [8, 0], ["up", ""])
+    sent = SentBatches(control, [8, 0], ["up", ""])
     sent.begin(0)
     stop.set()
     sent.end(0)

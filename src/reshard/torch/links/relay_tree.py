@@ -29,7 +29,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from reshard.errors import RunError
 from reshard.torch.exchange.groups import RankGroup
@@ -112,17 +111,6 @@ def assign_turns(hand_ons: Iterable[tuple[int, int]]) -> dict[tuple[int, int], i
     return turns
 
 
-def _ignore(number: int) -> None:
-    pass
-
-
-class BatchCallbacks(NamedTuple):
-    """A `BatchObserver` of two functions."""
-
-    begin: Callable[[int], None] = _ignore
-    end: Callable[[int], None] = _ignore
-
-
 class BucketGate:
     """The batches of a run that are complete on this rank, for threads that wait for them."""
 
@@ -161,30 +149,31 @@ class Relay:
 
 
 class RelayThread:
-    """A thread that forwards weights while this engine is filled."""
+    """A thread that forwards weights while this engine is filled, and observes its own run."""
 
     def __init__(self, relay: Relay, ahead: Refit, gate: BucketGate) -> None:
-        self.relay = relay
+        self.relay, self._gate = relay, gate
         self.error: BaseException | None = None
         last = max(ahead.batch_of.values(), default=-1)
-        needs = [
+        self._needs = [
             max((ahead.batch_of.get(name, last) for name in names), default=-1)
             for names in relay.refit.source_names
         ]
-
-        def wait(number: int) -> None:
-            if needs[number] >= 0:
-                with span("wait for what to hand on"):
-                    gate.wait(needs[number])
-
-        # The gate decides when the source is usable, which it may not be yet.
-        self._callbacks = BatchCallbacks(begin=wait)
         self._thread = start_thread("reshard relay", self._run)
+
+    def begin(self, number: int) -> None:
+        """Wait for the batches of this engine that a batch to forward reads."""
+        if self._needs[number] >= 0:
+            with span("wait for what to hand on"):
+                self._gate.wait(self._needs[number])
+
+    def end(self, number: int) -> None:
+        """Ignore the end of a batch."""
 
     def _run(self) -> None:
         try:
             # The gate decides when its source is usable, which it may not be when the run begins.
-            self.relay.refit.run(self._callbacks, checks_source=False)
+            self.relay.refit.run(self, checks_source=False)
         except BaseException as error:
             self.error = error
 

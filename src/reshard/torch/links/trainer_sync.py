@@ -30,7 +30,7 @@ from reshard.torch.links.messages import (
     RunOutcome,
     write_message,
 )
-from reshard.torch.links.relay_tree import BatchCallbacks, RelayedEngine, assign_turns, plan_relays
+from reshard.torch.links.relay_tree import RelayedEngine, assign_turns, plan_relays
 from reshard.torch.links.sync import RunControl, SyncReport, WeightSync
 from reshard.torch.refitting.refit import Refit
 
@@ -104,22 +104,28 @@ class _EngineRun:
         if self.is_direct:
             refit = self.prepared.refit
             names = [of_batch[-1] if of_batch else "" for of_batch in refit.source_names]
-            refit.run(count_sent(self._control, refit.batch_sent_bytes, names), computes=True)
+            refit.run(SentBatches(self._control, refit.batch_sent_bytes, names), computes=True)
             self.sent_bytes = refit.sent_bytes
         self.outcome = RunOutcome.read(gather(b"", self._group).values())
 
 
-def count_sent(
-    control: RunControl, sent_bytes: Sequence[int], names: Sequence[str]
-) -> BatchCallbacks:
-    """Return callbacks that count the batches that a rank of the trainer sends to an engine."""
-    control.expect(sum(sent_bytes))
+class SentBatches:
+    """The batches that a rank of the trainer sends to an engine, counted as its run ends them."""
 
-    def count(number: int) -> None:
-        if sent_bytes[number]:
-            control.add(sent_bytes[number], names[number])
+    def __init__(
+        self, control: RunControl, sent_bytes: Sequence[int], names: Sequence[str]
+    ) -> None:
+        self._control, self._sent_bytes, self._names = control, sent_bytes, names
+        control.expect(sum(sent_bytes))
 
-    return BatchCallbacks(lambda _: control.check(), count)
+    def begin(self, number: int) -> None:
+        """Raise StoppedError if the caller wants the run to end."""
+        self._control.check()
+
+    def end(self, number: int) -> None:
+        """Count the bytes of a batch."""
+        if self._sent_bytes[number]:
+            self._control.add(self._sent_bytes[number], self._names[number])
 
 
 class TrainerSync(WeightSync):

@@ -30,17 +30,10 @@ import torch
 
 from reshard.errors import ShardError
 from reshard.layout import Layout
+from reshard.recipes.naming import MemberSlice
 from reshard.runs import PAD, IntArray, RunTable
 from reshard.torch.models.model_manifest import ModelTensor
 from reshard.torch.models.naming import resolve_tie
-
-
-class MemberRange(NamedTuple):
-    """Indices of a member, from `member_start`, as `start:stop` of a tensor's fused dimension."""
-
-    member_start: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +46,7 @@ class Member:
     name: str
     tensor: ModelTensor
     dimension: int | None = None
-    places: tuple[MemberRange, ...] = ()
+    places: tuple[MemberSlice, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,11 +128,9 @@ def fused_members(name: str, tensor: ModelTensor) -> dict[str, Member]:
         )
     if dimension >= len(shape):
         raise ShardError(f"{name}: shape {list(shape)}, but its dimension {dimension} is fused")
-    places: dict[str, list[MemberRange]] = {member: [] for member in fusion.members}
-    for stretch in fusion.member_slices(shape[dimension]):
-        places[stretch.member].append(
-            MemberRange(stretch.member_start, stretch.start, stretch.stop)
-        )
+    places: dict[str, list[MemberSlice]] = {member: [] for member in fusion.members}
+    for place in fusion.member_slices(shape[dimension]):
+        places[place.member].append(place)
     return {member: Member(name, tensor, dimension, tuple(of)) for member, of in places.items()}
 
 
