@@ -139,7 +139,7 @@ def compare_steps(
     return told
 
 
-def scattered_changes() -> None:
+def bytes_follow_the_changed_elements() -> None:
     """Bytes follow what changed; whatever the bits, the types and the limits are."""
     for unit in UNITS:
         told = compare_steps(bits(1), torch.float32, unit, change)
@@ -173,7 +173,7 @@ class Doubled(Transform):
         target[name].copy_(2 * received)
 
 
-def quantised_and_transformed() -> None:
+def outputs_of_the_source_are_compared_and_others_sent_whole() -> None:
     """What the source makes is compared; what is made of what arrives travels whole."""
     shapes = {"w": (256, 256), "other": (64, 32)}
     given = numbers(5, torch.bfloat16, shapes)
@@ -202,7 +202,7 @@ def quantised_and_transformed() -> None:
         set_to(source, given)
 
 
-def whoever_wrote_there() -> None:
+def written_targets_are_sent_whole_or_found_by_verify() -> None:
     """Writes that torch counts make the next run whole; others are found by `verify`."""
     rank = dist.get_rank()
     given = bits(6, torch.int32)
@@ -242,7 +242,7 @@ def whoever_wrote_there() -> None:
     expect(pair[1].sent_bytes < first / 2, "nothing changed")
 
 
-def after_a_failure() -> None:
+def the_run_after_a_failure_sends_everything() -> None:
     """A run that fails in the middle leaves nothing to compare with: the next one sends all."""
     given = bits(8, torch.int32)
     source, target = cut(given, ROWS, {"tp": 4}), cut(given, COLUMNS, {"tp": 2})
@@ -274,7 +274,7 @@ def after_a_failure() -> None:
         done.verify()
 
 
-def programs_and_replicas() -> None:
+def replicas_are_sent_from_one_copy_beside_programs() -> None:
     """Replicas are sent from one copy; what moves by collectives moves as ever."""
     given = bits(9, torch.int16, {"w": (512, 96)})
     source = cut(given, {"w": "-, -"}, {"tp": 1})
@@ -292,7 +292,7 @@ def programs_and_replicas() -> None:
     expect_equal(target, cut(given, {"w": "-, -"}, {"dp": 4}), "replicas")
 
 
-def sums_that_wait() -> None:
+def partial_sums_are_complete_in_each_run() -> None:
     """Contributions of ranks beside tensors that are whole: each run brings the sum of then."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,))
     plain = bits(3, torch.int32, {"w": (64, 96)})["w"]
@@ -341,7 +341,7 @@ def part(value: torch.Tensor, layout: Any) -> torch.Tensor | None:
     return joined.reshape(shape).clone()
 
 
-def several_boxes_and_uneven_parts() -> None:
+def several_boxes_and_uneven_parts_are_compared() -> None:
     """Boxes that lie apart, parts of different sizes and ranks with none: as a whole run."""
     shapes = {name: shape for name, (shape, _, _) in PARTS.items()}
     meshes = [reshard.DeviceMesh.of(tp=4), reshard.DeviceMesh.of(tp=2)]
@@ -384,7 +384,7 @@ def several_boxes_and_uneven_parts() -> None:
 SPLITS = ((3, 0, 7, 2, 5), (1, 4, 0, 6, 2), (0, 0, 0, 0, 0), (2, 9, 1, 0, 8))
 
 
-def tensors_of_partitions() -> None:
+def partitioned_tensors_are_compared() -> None:
     """Tokens or weights of experts whose sizes differ: as a whole run, whatever end has them."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,))
     rows = sum(map(sum, SPLITS))
@@ -448,7 +448,7 @@ def tensors_of_partitions() -> None:
         expect(torch.equal(target["w"].full_tensor(), right), "what ranks told each other")
 
 
-def near_ranks_get_all() -> None:
+def ranks_that_share_memory_get_everything() -> None:
     """By True only ranks that share no memory are sent what changed: none, rank 3, all of them."""
     rank = dist.get_rank()
     for apart in choose(({3},), (set[int](), {3}, {0, 1, 2, 3})):
@@ -477,7 +477,7 @@ def near_ranks_get_all() -> None:
     del os.environ["RESHARD_SHARED_MEMORY"]
 
 
-def contributions_travel_whole() -> None:
+def contributions_are_sent_whole() -> None:
     """Sums whose last bits depend on their order are those of a whole run, and no less is sent."""
     mesh = reshard.DeviceMesh.of(dp=2, tp=2)
     shape, rank = (48, 20), dist.get_rank()
@@ -508,7 +508,7 @@ def contributions_travel_whole() -> None:
             expect(delta.kept_bytes == 0, "nothing is remembered")
 
 
-def refusals() -> None:
+def invalid_options_of_changes_are_refused() -> None:
     """What it cannot be, and ranks that say different things."""
     given = bits(1)
     source, target = cut(given, ROWS, {"tp": 4}), cut(given, COLUMNS, {"tp": 2})
@@ -522,16 +522,16 @@ def refusals() -> None:
 if __name__ == "__main__":
     run_cases(
         [
-            scattered_changes,
-            quantised_and_transformed,
-            whoever_wrote_there,
-            after_a_failure,
-            programs_and_replicas,
-            sums_that_wait,
-            several_boxes_and_uneven_parts,
-            tensors_of_partitions,
-            near_ranks_get_all,
-            contributions_travel_whole,
-            refusals,
+            bytes_follow_the_changed_elements,
+            outputs_of_the_source_are_compared_and_others_sent_whole,
+            written_targets_are_sent_whole_or_found_by_verify,
+            the_run_after_a_failure_sends_everything,
+            replicas_are_sent_from_one_copy_beside_programs,
+            partial_sums_are_complete_in_each_run,
+            several_boxes_and_uneven_parts_are_compared,
+            partitioned_tensors_are_compared,
+            ranks_that_share_memory_get_everything,
+            contributions_are_sent_whole,
+            invalid_options_of_changes_are_refused,
         ]
     )

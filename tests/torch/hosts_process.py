@@ -122,7 +122,7 @@ def planned(source: dict[str, Any], target: dict[str, Any], hosts: Topology) -> 
     return StagedJob(Job(items), hosts)
 
 
-def found_hosts() -> None:
+def each_byte_enters_a_host_found_by_its_name_once() -> None:
     """Hosts are told apart by their names, and each byte enters each of them once."""
     source, target, filled = models()
     refit = Refit.prepare(source, target)
@@ -144,7 +144,7 @@ def found_hosts() -> None:
     expect(moved.sum() > 1.5 * staged.across_hosts_bytes, "the exchange moves copies")
 
 
-def given_hosts() -> None:
+def each_byte_enters_a_host_of_the_topology_once() -> None:
     """A refit, and a redistribution, on the topology that is given."""
     source, target, filled = models()
     staged = planned(source, target, topology())
@@ -167,7 +167,7 @@ def given_hosts() -> None:
     expect_same({name: out}, {name: filled[name][0]}, "a redistribution")
 
 
-def measured_hosts() -> None:
+def measured_links_distinguish_hosts() -> None:
     """Links are told apart, and are not quicker than they are held to; all ranks find the same."""
     names = {f"host{host}": f"rack{rack}" for host, rack in enumerate(ORDER["racks"])}
     found = measure_links(racks=names)
@@ -195,4 +195,10 @@ if __name__ == "__main__":
     ORDER |= json.loads(sys.argv[1])
     enter_host(ORDER["keepers"][ORDER["hosts"][int(os.environ["RANK"])]])
     os.environ |= {"MASTER_ADDR": ORDER["address"], "GLOO_SOCKET_IFNAME": "eth0"}
-    run_cases([found_hosts, given_hosts, measured_hosts])
+    run_cases(
+        [
+            each_byte_enters_a_host_found_by_its_name_once,
+            each_byte_enters_a_host_of_the_topology_once,
+            measured_links_distinguish_hosts,
+        ]
+    )

@@ -120,7 +120,7 @@ class Oracle:
         )
 
 
-def proposal() -> None:
+def the_example_of_the_proposal_runs() -> None:
     """The proposal's example, step by step, as DESIGN corrects it."""
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(32)
@@ -182,7 +182,7 @@ def proposal() -> None:
         )
 
 
-def random_matrices() -> None:
+def random_splits_move_only_missing_bytes() -> None:
     """Any splits along any dimension of any dtype; the bytes are those that are lacking."""
     # Halves of complex numbers are new to torch, and it says so.
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
@@ -252,7 +252,7 @@ def cuts(length: int) -> list[int]:
     return [min(chunk * part, length) for part in range(1, size())]
 
 
-def gradients() -> None:
+def gradients_return_the_way_of_their_values() -> None:
     """A gradient goes back the way its value came."""
     mesh = init_device_mesh("cpu", (size(),))
     random = np.random.default_rng(7)
@@ -287,7 +287,7 @@ def gradients() -> None:
         assert not tensor.to_aligned().local.requires_grad
 
 
-def among_placements() -> None:
+def partitions_are_redistributed_to_placements() -> None:
     """`redistribute` takes it beside DTensor's own placements, and gives local tensors."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     dense = torch.arange(6 * 10).reshape(6, 10)
@@ -348,7 +348,7 @@ def among_placements() -> None:
     )
 
 
-def symbolic() -> None:
+def sizes_may_be_symbolic() -> None:
     """Sizes may be torch's symbolic ones, and conversions may be called from compiled code."""
     mesh = init_device_mesh("cpu", (size(),))
     environment = ShapeEnv()
@@ -380,7 +380,7 @@ def expect_all_raise(kind: type[Exception], words: str, call: Callable[[], objec
         call()
 
 
-def ranks_that_differ() -> None:
+def ranks_that_differ_are_refused_before_elements_move() -> None:
     """All raise before an element moves, and can go on after it."""
     mesh = init_device_mesh("cpu", (size(),))
     last = rank() == size() - 1
@@ -460,8 +460,18 @@ def main(*fault: str) -> None:
     if fault:
         killed(*fault)
         return
-    by_size = {2: [proposal, symbolic], 4: [among_placements]}
-    report_each([*by_size.get(size(), []), random_matrices, gradients, ranks_that_differ])
+    by_size = {
+        2: [the_example_of_the_proposal_runs, sizes_may_be_symbolic],
+        4: [partitions_are_redistributed_to_placements],
+    }
+    report_each(
+        [
+            *by_size.get(size(), []),
+            random_splits_move_only_missing_bytes,
+            gradients_return_the_way_of_their_values,
+            ranks_that_differ_are_refused_before_elements_move,
+        ]
+    )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -151,7 +151,7 @@ def at_blocks(name: str, value: torch.Tensor) -> str:
     return ", ".join(["-"] * (value.ndim - 1) + [f"tp@sizes{columns}"])
 
 
-def every_cut() -> None:
+def every_sharding_of_the_source_gives_the_same_bits() -> None:
     """Cuts of the source of all kinds; the target in whole blocks, the same bits each time."""
     for dtype in choose((torch.bfloat16,), (torch.bfloat16, torch.float32)):
         given = weights(dtype)
@@ -178,7 +178,7 @@ def side_by_side(name: str, value: torch.Tensor) -> str:
     return "-" if value.ndim == 1 else "-, -"
 
 
-def fused_and_stacked() -> None:
+def fused_and_stacked_targets_are_quantized() -> None:
     """Targets of an engine: q, k, v in one, gate and up in one, experts stacked."""
     given = weights(torch.bfloat16, 3)
     expected = join(converted(given))
@@ -198,7 +198,7 @@ def fused_and_stacked() -> None:
     expect_bits(target, lay_out(apart, at_blocks, {"tp": 2}), "fused source")
 
 
-def changes() -> None:
+def a_changed_block_is_sent_with_its_scale_alone() -> None:
     """A block that changes is sent with its scale, and no other; the rest is what it was."""
     given = weights(torch.bfloat16, 5)
     del given[NORM]
@@ -239,7 +239,7 @@ def changes() -> None:
         set_to(source, given, unevenly)
 
 
-def already_quantised() -> None:
+def quantized_sources_move_unchanged() -> None:
     """What the source has in float8 with scales moves as it is, beside what it has not."""
     given = weights(torch.bfloat16, 6)
     expected = converted(given)
@@ -251,7 +251,7 @@ def already_quantised() -> None:
     expect_bits(target, lay_out(expected, at_blocks, {"dp": 2, "tp": 2}), "quantised already")
 
 
-def refusals() -> None:
+def tensors_that_cannot_be_quantized_are_refused_by_name() -> None:
     """What cannot be is told by its names, on all ranks, before anything is written."""
     name = f"{LAYER}.mlp.up_proj.weight"
     scales = name + SUFFIX
@@ -289,4 +289,12 @@ def refusals() -> None:
 
 
 if __name__ == "__main__":
-    run_cases([every_cut, fused_and_stacked, changes, already_quantised, refusals])
+    run_cases(
+        [
+            every_sharding_of_the_source_gives_the_same_bits,
+            fused_and_stacked_targets_are_quantized,
+            a_changed_block_is_sent_with_its_scale_alone,
+            quantized_sources_move_unchanged,
+            tensors_that_cannot_be_quantized_are_refused_by_name,
+        ]
+    )

@@ -73,7 +73,7 @@ def seen_by(consumer: Callable[[torch.Tensor], torch.Tensor], model: Net, what: 
             expect(addresses(model) == where, f"{what}: the tensors have moved")
 
 
-def compiled() -> None:
+def a_compiled_module_sees_new_weights() -> None:
     """By torch.compile: one compilation, before the first refit."""
     for backend in sys.argv[1:] or ["aot_eager"]:
         torch._dynamo.reset()
@@ -82,7 +82,7 @@ def compiled() -> None:
         expect(counter.frame_count == 1, f"{backend}: compiled {counter.frame_count} times")
 
 
-def captured() -> None:
+def a_captured_graph_sees_new_weights() -> None:
     """A graph of the operators, that has the tensors themselves as constants."""
     model = Net(None)
     graph = make_fx(model)(torch.zeros(ROWS, COLUMNS))
@@ -94,7 +94,7 @@ def captured() -> None:
     expect(torch.equal(kept(x), Net(7)(x)), "an exported program")
 
 
-def by_its_own_names() -> None:
+def a_compiled_module_is_refitted_as_the_module_inside() -> None:
     """What torch.compile gives is taken for the module, also where parts are compiled."""
     model = Net(None)
     Refit.prepare(cut(Net(5)), torch.compile(model, backend="eager")).run()
@@ -106,4 +106,10 @@ def by_its_own_names() -> None:
 
 
 if __name__ == "__main__":
-    run_cases((compiled, captured, by_its_own_names))
+    run_cases(
+        (
+            a_compiled_module_sees_new_weights,
+            a_captured_graph_sees_new_weights,
+            a_compiled_module_is_refitted_as_the_module_inside,
+        )
+    )

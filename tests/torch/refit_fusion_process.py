@@ -70,7 +70,7 @@ def moved_bytes(done: Refit) -> int:
     return int(total)
 
 
-def both_ways() -> None:
+def fused_tensors_are_split_and_joined() -> None:
     """Cuts of either side, also inside groups and heads, and shared heads."""
     apart = separate()
     together = fused(apart)
@@ -135,7 +135,7 @@ def _held(numbers: torch.Tensor, layout: Layout, rank: int) -> list[float]:
     return found
 
 
-def between_fusions() -> None:
+def tensors_move_between_fusions() -> None:
     """Interleaved on one side, in blocks on the other; and the same fusion on both."""
     apart = separate()
     together = {"l.qkv.weight": fused(apart)["l.qkv.weight"]}
@@ -159,7 +159,7 @@ def between_fusions() -> None:
     expect_same(found, {"l.qkv.weight": laid_out(blocked, here)["l.blocked.weight"]}, f"{names}")
 
 
-def casts_and_runs_again() -> None:
+def fused_tensors_are_cast_in_each_run() -> None:
     """To bfloat16 at the sender; a second run with other values."""
     apart = separate()
     mesh, other = reshard.DeviceMesh.of(tp=4), reshard.DeviceMesh.of(tp=2)
@@ -174,7 +174,7 @@ def casts_and_runs_again() -> None:
     expect_same(target, laid_out({n: v + 1 for n, v in narrow.items()}, here), "again")
 
 
-def megatron() -> None:
+def fused_tensors_of_megatron_move_to_separate_tensors_and_back() -> None:
     """Megatron's modules, gate and up with and without their mark, to separate tensors and back."""
     rank = dist.get_rank()
     apart = separate()
@@ -203,7 +203,7 @@ def megatron() -> None:
         expect_same(again.chunks.state_dict(), model.chunks.state_dict(), f"Megatron, {marks}")
 
 
-def stacked_experts() -> None:
+def stacked_experts_move_to_separate_experts_and_back() -> None:
     """Gate and up of all experts in one stacked tensor, to experts of their own, and back."""
     experts = {
         f"e.{i}.{name}.weight": whole(10 * i + j, 6, 4)
@@ -227,7 +227,7 @@ def stacked_experts() -> None:
     expect_same(back, laid_out(stacked, there), "to a stack of fused experts")
 
 
-def quantised() -> None:
+def fused_sources_are_quantized_by_the_ranks_of_whole_blocks() -> None:
     """A fused source: float8 is made by the ranks of each piece where blocks are whole."""
     apart = {f"l.{name}.weight": separate()[f"l.{name}.weight"] for name in "qkv"}
     together = {"l.qkv.weight": fused(separate())["l.qkv.weight"]}
@@ -271,7 +271,7 @@ def quantised() -> None:
     expect(sent[1] == 4 * wide * HIDDEN + narrow * HIDDEN + narrow // 4 * 2 * 4, f"{sent} bytes")
 
 
-def halves_of_bfloat16() -> None:
+def quantized_blocks_are_half_the_bytes_of_bfloat16() -> None:
     """Blocks of 128 by 128: a byte an element and four a block travel, not two an element."""
     weight = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     made = {"w": torch.zeros(512, 256).to(torch.float8_e4m3fn), "w_scale_inv": torch.zeros(4, 2)}
@@ -308,7 +308,7 @@ def halves_of_bfloat16() -> None:
         expect(torch.equal(alone["w_scale_inv"], expected["w_scale_inv"][:1, :1]), "one scale")
 
 
-def refusals() -> None:
+def members_that_do_not_fit_are_refused_by_name() -> None:
     """What does not fit is told by the names of members."""
     apart = separate()
     together = fused(apart)
@@ -347,14 +347,14 @@ def _refused(source: Any, target: Any, text: str, **options: Any) -> None:
 
 
 CASES = [
-    both_ways,
-    between_fusions,
-    casts_and_runs_again,
-    megatron,
-    stacked_experts,
-    quantised,
-    halves_of_bfloat16,
-    refusals,
+    fused_tensors_are_split_and_joined,
+    tensors_move_between_fusions,
+    fused_tensors_are_cast_in_each_run,
+    fused_tensors_of_megatron_move_to_separate_tensors_and_back,
+    stacked_experts_move_to_separate_experts_and_back,
+    fused_sources_are_quantized_by_the_ranks_of_whole_blocks,
+    quantized_blocks_are_half_the_bytes_of_bfloat16,
+    members_that_do_not_fit_are_refused_by_name,
 ]
 
 

@@ -85,7 +85,7 @@ def of_groups(
     return MegatronModel(chunks)
 
 
-def with_live_groups() -> None:
+def process_groups_describe_ranks_stages_layers_and_experts() -> None:
     """Ranks, stages, layers and experts are found from process groups alone."""
     models = MODELS | {"tp2 etp1": Model(tp=2, pp=1, dp=2, ep=1, etp=1, vpp=1, offset=0)}
     names = list(models)
@@ -108,7 +108,7 @@ def with_live_groups() -> None:
             expect_same(one.state_dict(), other.state_dict(), f"by groups, {before} to {after}")
 
 
-def groups_that_cannot_be() -> None:
+def invalid_groups_of_one_rank_are_refused_on_all() -> None:
     """What one rank says wrong, all raise."""
     rank, model = dist.get_rank(), MODELS["tp2 pp2"]
     groups, chunks = process_groups(model), list_chunks(model, rank, is_empty=False)
@@ -161,7 +161,7 @@ def refused(target: Any, told: str, source: Any = None, **options: Any) -> None:
     raise SystemExit(f"nothing was raised where {told!r} was expected")
 
 
-def between_all_pairs() -> None:
+def models_move_between_any_two_of_seven_parallelisms() -> None:
     """Each two of seven, in one direction, planned in either way."""
     every = list(MODELS.items())
     # Any two numbers below 7 differ by exactly one of 1, 2 and 4.
@@ -187,7 +187,7 @@ SIZES = [
 ]
 
 
-def between_megatrons_own_pairs() -> None:
+def models_move_between_the_parallelisms_of_megatrons_tests() -> None:
     """On the first ranks, and on ranks behind the source's; in the smallest job that has them."""
     for sizes in choose(SIZES[::2], SIZES):
         source, target = (
@@ -217,7 +217,7 @@ def refitted(source: Model, target: Model, what: str, **options: Any) -> None:
     expect(done.is_usable, "not usable")
 
 
-def with_offsets() -> None:
+def both_sides_number_their_ranks_from_0() -> None:
     """Both sides number their ranks from 0."""
     rank = dist.get_rank()
     source = Model(tp=2, pp=1, dp=1, ep=2, etp=1, vpp=1, offset=0)
@@ -234,7 +234,7 @@ def with_offsets() -> None:
         expect_same(one.state_dict(), other.state_dict(), "with offsets")
 
 
-def by_megatrons_lists() -> None:
+def plans_move_the_slices_that_megatron_lists() -> None:
     """The lists of slices, executed here by hand, and by the plan itself."""
     rank = dist.get_rank()
     names = [*MODELS]
@@ -279,7 +279,7 @@ def tensors(chunks: list[torch.nn.Module] | None) -> dict[str, torch.Tensor]:
     }
 
 
-def with_what_attributes_leave_out() -> None:
+def given_parameters_complete_the_attributes() -> None:
     """A vocabulary without its padding, shared heads, to plain layouts; a cast; a wrong shape."""
     rank = dist.get_rank()
     vocabulary, heads = torch.arange(26.0).reshape(13, 2), torch.arange(8.0).reshape(4, 2)
@@ -315,7 +315,7 @@ def with_what_attributes_leave_out() -> None:
     raise SystemExit("ranks of different shapes were accepted")
 
 
-def with_gates_that_are_not_marked() -> None:
+def gates_are_found_by_the_config_alone() -> None:
     """Gate and up of modules whose config alone says so, over other ranks: what each computes."""
     rank = dist.get_rank()
     marks: dict[str, Any] = {"tensor_model_parallel": True}
@@ -352,7 +352,7 @@ def with_gates_that_are_not_marked() -> None:
             expect_same(found.chunks.state_dict(), right.chunks.state_dict(), f"{before}, {after}")
 
 
-def with_tied_ends() -> None:
+def tied_models_move_to_one_stage_and_back() -> None:
     """A tied model whose last stage has an output layer of its own, to one stage and back."""
     rank, both = dist.get_rank(), torch.arange(12.0).reshape(6, 2)
 
@@ -392,18 +392,18 @@ def with_tied_ends() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    report_each([between_megatrons_own_pairs])
+    report_each([models_move_between_the_parallelisms_of_megatrons_tests])
     if dist.get_world_size() == 4:
         report_each(
             [
-                between_all_pairs,
-                by_megatrons_lists,
-                with_live_groups,
-                groups_that_cannot_be,
-                with_offsets,
-                with_what_attributes_leave_out,
-                with_gates_that_are_not_marked,
-                with_tied_ends,
+                models_move_between_any_two_of_seven_parallelisms,
+                plans_move_the_slices_that_megatron_lists,
+                process_groups_describe_ranks_stages_layers_and_experts,
+                invalid_groups_of_one_rank_are_refused_on_all,
+                both_sides_number_their_ranks_from_0,
+                given_parameters_complete_the_attributes,
+                gates_are_found_by_the_config_alone,
+                tied_models_move_to_one_stage_and_back,
             ]
         )
     dist.barrier()

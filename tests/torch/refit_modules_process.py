@@ -65,7 +65,7 @@ def fill(source: Net, value: float) -> None:
             parameter.copy_(torch.full_like(parameter, value + number / 8))
 
 
-def targets_left_unsharded() -> None:
+def copies_of_unsharded_targets_are_freed() -> None:
     """A forward without gradients leaves a copy, which a run must not leave to the next one."""
     source = Net(1)
     for what, options in (("root", {}), ("all", {"reshard_after_forward": False})):
@@ -85,7 +85,7 @@ def targets_left_unsharded() -> None:
             reshard.torch.refit(Net(2), target)
 
 
-def gathered_ahead() -> None:
+def all_gathers_begun_before_a_run_are_repeated() -> None:
     """An all-gather that was begun before a run has the old weights."""
     source, target = Net(1), sharded(2)
     refit = Refit.prepare(source, target)
@@ -94,7 +94,7 @@ def gathered_ahead() -> None:
     expect_output(target, source, "unshard(async_op=True)")
 
 
-def sources_left_unsharded() -> None:
+def unsharded_sources_compute_with_the_weights_they_sent() -> None:
     """A source computes with the weights that it sent, whoever wrote into which copy."""
     source, target = sharded(1), Net(2)
     refit = Refit.prepare(source, target)
@@ -105,7 +105,7 @@ def sources_left_unsharded() -> None:
     expect_output(source, target, "a source's copy")
 
 
-def targets_that_compute() -> None:
+def targets_are_refused_during_their_forward() -> None:
     """Within a forward of a target its copies cannot be freed: nothing is written."""
     source, target = Net(1), sharded(2)
     refit = Refit.prepare(source, target)
@@ -120,7 +120,7 @@ def targets_that_compute() -> None:
     expect_output(target, source, "a run after a forward")
 
 
-def replaced_shards() -> None:
+def shards_replaced_after_a_forward_are_refused() -> None:
     """A module that got other DTensors computes with the shards that FSDP2 knows."""
     source, target = Net(1), sharded(2)
     refit = Refit.prepare(source, target)
@@ -133,7 +133,7 @@ def replaced_shards() -> None:
     refused(lambda: Refit.prepare(source, target), ShardError, "head.weight: replaced after FSDP2")
 
 
-def other_doors() -> None:
+def redistributions_and_loads_free_gathered_copies_too() -> None:
     """Parameters of a module, filled by a redistribution and from a file."""
     source, target = Net(1), sharded(2)
     expect_output(target, Net(2), "before")
@@ -152,7 +152,7 @@ def other_doors() -> None:
     expect_output(target, source, "load")
 
 
-def flat_parameters() -> None:
+def flat_parameters_of_fsdp1_are_refitted() -> None:
     """FSDP1: ranks have ranges of flat parameters, some of them none of a parameter."""
     lower = MixedPrecision(param_dtype=torch.bfloat16)
     for options in (
@@ -193,7 +193,7 @@ def flat_parameters() -> None:
             expect(torch.equal(source(TOKENS), target(TOKENS)), f"{options}: not what was loaded")
 
 
-def moved_flat_parameters() -> None:
+def moved_flat_parameters_of_fsdp1_are_refused() -> None:
     """A parameter that was given other memory is what FSDP1 computes with; a moved shard is not."""
     source = FullyShardedDataParallel(Net(1), device_id=torch.device("cpu"), use_orig_params=True)
     target = Net(2)
@@ -207,7 +207,7 @@ def moved_flat_parameters() -> None:
     refused(refit.run, RunError, "another tensor as the flat parameter of Net")
 
 
-def state_dicts_of_copies() -> None:
+def state_dict_hooks_that_copy_are_refused() -> None:
     """Tensors that a state dict hook makes are refused, and views of parameters are not."""
 
     def hook(change: Callable[[torch.Tensor], torch.Tensor]) -> Net:
@@ -230,14 +230,14 @@ def state_dicts_of_copies() -> None:
 if __name__ == "__main__":
     run_cases(
         (
-            targets_left_unsharded,
-            gathered_ahead,
-            sources_left_unsharded,
-            targets_that_compute,
-            replaced_shards,
-            flat_parameters,
-            moved_flat_parameters,
-            other_doors,
-            state_dicts_of_copies,
+            copies_of_unsharded_targets_are_freed,
+            all_gathers_begun_before_a_run_are_repeated,
+            unsharded_sources_compute_with_the_weights_they_sent,
+            targets_are_refused_during_their_forward,
+            shards_replaced_after_a_forward_are_refused,
+            flat_parameters_of_fsdp1_are_refitted,
+            moved_flat_parameters_of_fsdp1_are_refused,
+            redistributions_and_loads_free_gathered_copies_too,
+            state_dict_hooks_that_copy_are_refused,
         )
     )

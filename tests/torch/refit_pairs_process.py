@@ -77,7 +77,7 @@ def alone(tp: int, arrays: Sequence[Array], says: Mapping[str, Any], offset: int
     return MegatronNames(MegatronRanks(tp=tp, offset=offset)), of_ranks
 
 
-def parameters() -> None:
+def parameters_move_between_all_their_shardings() -> None:
     """Each way in which one parameter is cut, collocated and to ranks behind the source's."""
     rows = numbers(12, 2)
     gated, blocks, deep = numbers(16, 2), numbers(12, 2), numbers(56, 3)
@@ -160,7 +160,7 @@ def of_experts(ep: int, dp: int, experts: int, offset: int) -> Any:
     return MegatronNames(ranks, None, experts), of_ranks
 
 
-def experts() -> None:
+def experts_move_to_other_and_to_the_same_ranks() -> None:
     """To other ranks, and on the same ranks, whose data groups contain the expert groups."""
     one = dict.fromkeys(range(2, 6), 6)
     check("EP2 to EP4, apart", of_experts(2, 2, 4, 0), of_experts(4, 4, 4, 2), one)
@@ -178,7 +178,7 @@ def experts() -> None:
         check(what, of_experts(before, 8, 8, 0), of_experts(after, 8, 8, 0), lacks)
 
 
-def copies_to_other_ranks() -> None:
+def each_replica_sends_to_one_rank() -> None:
     """Data-parallel ranks 2 and 3 to ranks 0 and 1: each sends to one."""
     word = numbers(4, 2)
 
@@ -202,14 +202,14 @@ def in_layers(counts: Sequence[int]) -> Any:
     return MegatronNames(ranks, PipelineLayers.windows(counts)), of_ranks
 
 
-def windows() -> None:
+def layers_move_between_uneven_stages() -> None:
     """5 + 7 layers to 6 + 6, to four uneven stages, to one, and back."""
     cuts = [(5, 7), (6, 6), (1, 5, 4, 2), (12,)]
     for before, after in itertools.permutations(cuts, 2):
         check(f"{before} to {after} layers", in_layers(before), in_layers(after))
 
 
-def caches() -> None:
+def caches_of_keys_and_values_move_between_nine_sizes() -> None:
     """Key/value caches of 12 layers and 8 heads between nine sizes, all of them in one refit."""
     sizes = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2), (4, 3), (2, 3), (4, 2)]
     rank = dist.get_rank()
@@ -231,7 +231,7 @@ def caches() -> None:
     expect_same(target, expected, "a cache")
 
 
-def tied() -> None:
+def a_tied_output_layer_on_the_last_stage_is_a_copy() -> None:
     """An output layer that is the embedding: on the last stage as a copy, and not at all."""
     word = numbers(8, 2)
     half = [("embedding.word_embeddings.weight", word, {})]
@@ -250,13 +250,13 @@ def tied() -> None:
 
 
 CASES = [
-    parameters,
+    parameters_move_between_all_their_shardings,
     where_no_reading_conserves_the_size,
-    experts,
-    copies_to_other_ranks,
-    windows,
-    caches,
-    tied,
+    experts_move_to_other_and_to_the_same_ranks,
+    each_replica_sends_to_one_rank,
+    layers_move_between_uneven_stages,
+    caches_of_keys_and_values_move_between_nine_sizes,
+    a_tied_output_layer_on_the_last_stage_is_a_copy,
 ]
 
 

@@ -43,7 +43,7 @@ TP["norm"] = [Replicate()]
 DP_TP = {name: [Replicate(), *places] for name, places in TP.items()}
 
 
-def metadata() -> None:
+def equal_values_are_sent_once() -> None:
     """Equal values travel once."""
     rank = dist.get_rank()
     even, odd = b"even" * 10, b"odd"
@@ -64,7 +64,7 @@ def metadata() -> None:
     expect(moved_bytes == len(pickle.dumps("a")) * (3 if rank == 0 else 1), "scattered")
 
 
-def collocated() -> None:
+def a_second_run_allocates_nothing() -> None:
     """Tensor parallel over 4 to over 2, twice in a row, without an allocation in the second."""
     mesh4 = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     mesh22 = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -93,7 +93,7 @@ def collocated() -> None:
     expect(bound.tolist() == [least, least], f"{bound.tolist()} bytes moved, {least} are needed")
 
 
-def disjoint() -> None:
+def sides_on_different_ranks_number_their_own() -> None:
     """Two trainers to two others, each side numbering its ranks from 0."""
     is_trainer = dist.get_rank() < 2
     parts = []
@@ -114,7 +114,7 @@ def disjoint() -> None:
     expect(parts[0] == parts[1] != [], "both ways to plan find different parts")
 
 
-def planned_before() -> None:
+def a_second_engine_of_the_same_kind_reuses_the_plan() -> None:
     """A second engine of the same kind is not planned again; another kind, or option, is."""
     source = laid_out(values(), layouts_of(4))
     cuts = {name: "-, tp" if cut == "tp, -" else cut for name, cut in CUTS.items()}
@@ -145,7 +145,7 @@ def _planned_ranks(planning: str) -> int:
     return 4 if dist.get_rank() == 0 else 0
 
 
-def overlapping() -> None:
+def overlapping_ranks_are_refitted() -> None:
     """From ranks 0 and 1 to ranks 1 and 2; rank 3 has nothing."""
     rank = dist.get_rank()
     source = laid_out(values(), layouts_of(2)) if rank < 2 else None
@@ -157,7 +157,7 @@ def overlapping() -> None:
     expect(rank != 3 or (done.tensors, done.received_bytes) == (0, 0), "rank 3 has a part")
 
 
-def in_a_group() -> None:
+def a_group_of_some_ranks_is_refitted() -> None:
     """Three of four ranks, in a group of their own."""
     group = dist.new_group([1, 2, 3])
     rank = dist.get_rank()
@@ -175,7 +175,7 @@ def in_a_group() -> None:
             expect_same(target, laid_out(values(), layouts_of(1), 3), "in a group")
 
 
-def casts() -> None:
+def elements_are_sent_in_the_narrower_type() -> None:
     """Elements travel as the narrower of both types."""
     sent = {}
     for before, after in (
@@ -229,7 +229,7 @@ class Net(torch.nn.Module):
                 value.copy_(whole(seed + number, *value.shape))
 
 
-def modules() -> None:
+def plain_modules_buffers_and_ties_are_refitted() -> None:
     """A plain module on rank 1 to plain ones on all; buffers, and ties."""
     rank = dist.get_rank()
     source, target = Net(1), Net(20)
@@ -257,7 +257,7 @@ def modules() -> None:
     expect(done.is_usable, "nothing was written, but the target is not usable")
 
 
-def fully_sharded() -> None:
+def fsdp2_becomes_tensor_parallelism() -> None:
     """From FSDP2 over all ranks to tensor parallel DTensors."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
@@ -270,7 +270,7 @@ def fully_sharded() -> None:
     expect_same(target, distributed(given, mesh, places), "FSDP2")
 
 
-def verified() -> None:
+def verify_finds_a_single_different_element() -> None:
     """Both ends are compared, whatever lies between them; one element that differs is told."""
     mesh4 = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     mesh22 = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -298,7 +298,7 @@ def verified() -> None:
     expect(done.verify().left_out == ("w",), "a sum is not compared")
 
 
-def partial_sums() -> None:
+def partial_sums_are_combined() -> None:
     """A sum that is not done yet arrives added up."""
     mesh = init_device_mesh("cpu", (4,))
     given = whole(3, 8, 6)
@@ -314,7 +314,7 @@ def partial_sums() -> None:
     expect_same({"g": total}, {"g": 6 * given}, "to a sum")
 
 
-def renamed() -> None:
+def stages_that_count_from_0_become_a_whole_model() -> None:
     """Two pipeline stages that count from 0, to one model of other names."""
     rank = dist.get_rank()
     stage, layers = rank // 2, {f"layers.{i}.up": whole(i, 4, 6) for i in range(4)}
@@ -341,7 +341,7 @@ def renamed() -> None:
     expect_same(target, laid_out(expected, layouts), "renamed")
 
 
-def experts() -> None:
+def separate_experts_become_stacked_ones_and_back() -> None:
     """Experts of their own on one side, stacked on the other, both ways."""
     experts = {f"experts.{i}.up": whole(i, 6, 4) for i in range(8)}
     stacked: Values = {"experts.up": torch.stack(list(experts.values()))}
@@ -367,7 +367,7 @@ def experts() -> None:
     refused(lambda: refit(wrong, back, stacks=stacks), ShardError, "experts.0.up: rank 0 has no")
 
 
-def recipes() -> None:
+def plain_tensors_of_a_recipe_are_refitted() -> None:
     """Plain local tensors of a shipped recipe."""
     recipe = load_recipe("llama")
     shapes = {"model.layers.0.mlp.up_proj.weight": (8, 4), "model.norm.weight": (4,)}
@@ -387,7 +387,7 @@ def recipes() -> None:
     expect_same(own, expected, "a recipe")
 
 
-def quantised() -> None:
+def quantized_blocks_equal_those_of_the_whole_tensor() -> None:
     """Blocks of float8 with scales, equal to those of the whole tensor; in batches.
 
     Columns are cut 2, 2, 2, 0: between blocks of 2, where float8 travels, and inside blocks of 3,
@@ -485,7 +485,7 @@ class Steps:
             expect_same({name: self.target[name]}, {name: self.expected[name]}, f"bucket {number}")
 
 
-def in_buckets() -> None:
+def tensors_are_complete_bucket_by_bucket() -> None:
     """Tensors are complete bucket by bucket, in the order of the target; with transforms behind."""
     given = {**values(), "extra.w": whole(9, 16, 8)}
     cuts = {**CUTS, "extra.w": "tp, -"}
@@ -528,7 +528,7 @@ def in_buckets() -> None:
         refused(partial(Refit.prepare, source, target, buckets=wrong), RunError, "buckets=")
 
 
-def messages_too_small() -> None:
+def tensors_that_need_many_tiny_messages_are_refused() -> None:
     """Memory for so small messages that the time for each is all that counts."""
     mesh = reshard.DeviceMesh.of(tp=4)
     for rows in (1024, choose(8, 32)):
@@ -548,7 +548,7 @@ def messages_too_small() -> None:
             expect_same(target, laid_out(given, layouts[1]), "small messages")
 
 
-def inference_tensors() -> None:
+def inference_tensors_are_filled() -> None:
     """Tensors of an engine that made them in inference mode."""
     with torch.inference_mode():
         target = laid_out(zeros(values()), layouts_of(2))
@@ -558,7 +558,7 @@ def inference_tensors() -> None:
     refit({"w": torch.ones(2), "b._extra_state": b"any"}, {"w": torch.zeros(2)})
 
 
-def refusals() -> None:
+def all_mismatches_are_in_one_error_on_every_rank() -> None:
     """All that does not fit is in one error, on every rank, before anything is written."""
     rank = dist.get_rank()
     source = laid_out(values(), layouts_of(4))
@@ -630,25 +630,25 @@ def Layout_whole(shape: tuple[int, ...]) -> reshard.Layout:  # noqa: N802
 
 
 CASES = [
-    metadata,
-    collocated,
-    disjoint,
-    planned_before,
-    overlapping,
-    in_a_group,
-    casts,
-    modules,
-    fully_sharded,
-    verified,
-    partial_sums,
-    renamed,
-    experts,
-    recipes,
-    quantised,
-    in_buckets,
-    messages_too_small,
-    inference_tensors,
-    refusals,
+    equal_values_are_sent_once,
+    a_second_run_allocates_nothing,
+    sides_on_different_ranks_number_their_own,
+    a_second_engine_of_the_same_kind_reuses_the_plan,
+    overlapping_ranks_are_refitted,
+    a_group_of_some_ranks_is_refitted,
+    elements_are_sent_in_the_narrower_type,
+    plain_modules_buffers_and_ties_are_refitted,
+    fsdp2_becomes_tensor_parallelism,
+    verify_finds_a_single_different_element,
+    partial_sums_are_combined,
+    stages_that_count_from_0_become_a_whole_model,
+    separate_experts_become_stacked_ones_and_back,
+    plain_tensors_of_a_recipe_are_refitted,
+    quantized_blocks_equal_those_of_the_whole_tensor,
+    tensors_are_complete_bucket_by_bucket,
+    tensors_that_need_many_tiny_messages_are_refused,
+    inference_tensors_are_filled,
+    all_mismatches_are_in_one_error_on_every_rank,
 ]
 
 

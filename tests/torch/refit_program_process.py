@@ -125,7 +125,7 @@ def exchanged(source: dict[str, DTensor]) -> dict[str, bytes]:
     return bits(target)
 
 
-def all_by_programs() -> None:
+def all_tensors_move_by_programs_of_every_step() -> None:
     """Every kind of step; two runs, local and centralized, in much and in little memory."""
     dtypes = choose((torch.float32, torch.int64), (torch.float32, torch.bfloat16, torch.int64))
     for number, dtype in enumerate(dtypes):
@@ -165,7 +165,7 @@ def _expect_bits(target: dict[str, DTensor], expected: dict[str, bytes], told: s
     expect(not wrong, f"{wrong} differ: {told}")
 
 
-def chosen_without_a_topology() -> None:
+def large_sums_move_by_programs_without_a_topology() -> None:
     """Contributions that become replicas go by programs once they are large enough."""
     names = ["all", "rows", "swapped"]
     source, target = models(names=names)
@@ -204,7 +204,7 @@ def rows_of(shape: tuple[int, ...]) -> reshard.Layout:
     return reshard.spec(reshard.DeviceMesh.of(x=4), "x, -").layout(shape)
 
 
-def chosen_on_a_topology() -> None:
+def programs_are_chosen_by_the_costs_of_a_topology() -> None:
     """By bytes alone everything that moves less; nothing where messages cost most."""
     source, target = models()
     expected = exchanged(source)
@@ -224,7 +224,7 @@ def chosen_on_a_topology() -> None:
     expect(not done.report.programs, f"{done.report}")
 
 
-def runs_again_without_plans() -> None:
+def a_second_run_of_programs_plans_and_allocates_nothing() -> None:
     """The second run plans and allocates nothing."""
     names = [name for name in MODEL if name not in ("mean", "scalar")]
     source, target = models(names=names)
@@ -239,7 +239,7 @@ def runs_again_without_plans() -> None:
     _expect_bits(target, exchanged(source), "the second run")
 
 
-def in_batches() -> None:
+def programs_share_memory_in_batches() -> None:
     """Programs with shards of their own take turns in the memory between source and target."""
     places = [SUM, Shard(0)], [Shard(1), Shard(1)]
     shape = (16, 12)
@@ -266,7 +266,7 @@ def in_batches() -> None:
     )
 
 
-def casts_and_transforms() -> None:
+def casts_move_by_programs_and_transforms_by_exchange() -> None:
     """What is cast moves by a program as it travels; what is transformed is exchanged."""
     shape, places = (8, 8), ([Shard(0), Shard(1)], [Shard(1), Shard(0)])
     for before, after in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
@@ -292,7 +292,7 @@ def casts_and_transforms() -> None:
     )
 
 
-def other_meshes_and_memory() -> None:
+def programs_run_on_other_meshes_groups_and_views() -> None:
     """Devices in another order and shape, a part of the job, views, and tensors of an engine."""
     turned, everyone = DeviceMesh("cpu", [3, 1, 2, 0]), list(range(4))
     some = dist.new_group([1, 2, 3])
@@ -328,7 +328,7 @@ def other_meshes_and_memory() -> None:
     dist.barrier()
 
 
-def refusals() -> None:
+def tensors_without_programs_are_refused_on_every_rank() -> None:
     """Before anything is written, on every rank."""
     rank = dist.get_rank()
     source, target = models(names=["all", "rows"])
@@ -402,14 +402,14 @@ def fails_between_steps(kills: bool) -> None:
 
 CASES: dict[str, Sequence[Callable[[], None]]] = {
     "moves": [
-        all_by_programs,
-        chosen_without_a_topology,
-        chosen_on_a_topology,
-        runs_again_without_plans,
-        in_batches,
-        casts_and_transforms,
-        other_meshes_and_memory,
-        refusals,
+        all_tensors_move_by_programs_of_every_step,
+        large_sums_move_by_programs_without_a_topology,
+        programs_are_chosen_by_the_costs_of_a_topology,
+        a_second_run_of_programs_plans_and_allocates_nothing,
+        programs_share_memory_in_batches,
+        casts_move_by_programs_and_transforms_by_exchange,
+        programs_run_on_other_meshes_groups_and_views,
+        tensors_without_programs_are_refused_on_every_rank,
         lambda: fails_between_steps(kills=False),
     ],
     "killed": [lambda: fails_between_steps(kills=True)],

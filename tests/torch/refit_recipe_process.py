@@ -157,7 +157,7 @@ CASES = [
 ]
 
 
-def to_plain_and_back() -> None:
+def models_move_between_all_pairs_of_recipes() -> None:
     """Between every pair, in both directions, all of it by the recipe's tables."""
     for kind, ranks, sizes in choose(CASES[1::3], CASES):
         names = load_recipe(kind).naming("megatron", CONFIG)
@@ -173,7 +173,7 @@ def to_plain_and_back() -> None:
         expect_same(back.chunks.state_dict(), expected.chunks.state_dict(), f"back, {what}")
 
 
-def one_key_and_value_head() -> None:
+def ranks_share_one_key_and_value_head() -> None:
     """Ranks have stretches of queries, keys and values that follow one another once."""
     rank, ranks = dist.get_rank(), MegatronRanks(tp=4)
     names = load_recipe("qwen3").naming("megatron", CONFIG | {"num_key_value_heads": 1})
@@ -198,7 +198,7 @@ def one_key_and_value_head() -> None:
                 expect_same(plain_side, right, "one head")
 
 
-def counted_from_zero() -> None:
+def stages_and_experts_count_from_0() -> None:
     """Stages and expert ranks that count what they have from 0."""
     rank = dist.get_rank()
     for kind, sizes in (("qwen3", {"pp": 2, "tp": 2}), ("qwen3_moe", {"pp": 2, "ep": 2})):
@@ -233,7 +233,7 @@ def counted_from_zero() -> None:
             raise SystemExit("a layer too many was accepted")
 
 
-def engines_that_fuse() -> None:
+def fused_modules_of_vllm_are_filled() -> None:
     """vLLM's modules: queries, keys and values of this rank in one tensor, shared heads too."""
     recipe = load_recipe("qwen3")
     ranks = MegatronRanks(tp=2, pp=2)
@@ -258,7 +258,7 @@ def engines_that_fuse() -> None:
             raise SystemExit("a fused tensor that is too short was accepted")
 
 
-def what_cannot_be() -> None:
+def mistakes_of_one_rank_are_raised_on_all() -> None:
     """One rank's mistake is raised by the refit, on every rank and at once."""
     rank, recipe = dist.get_rank(), load_recipe("qwen3")
     own, mesh, shapes = engine("qwen3", {"tp": 4}, is_empty=True)
@@ -316,7 +316,7 @@ def engine_parameters(own: Values) -> Values:
     return found
 
 
-def on_later_ranks() -> None:
+def an_engine_on_later_ranks_counts_from_0() -> None:
     """A trainer on ranks 0 and 1; an engine on ranks 2 and 3, which its mesh calls 0 and 1."""
     rank, recipe = dist.get_rank(), load_recipe("qwen3")
     values = plain("qwen3")
@@ -357,12 +357,12 @@ def on_later_ranks() -> None:
 def main() -> None:
     run_cases(
         [
-            to_plain_and_back,
-            one_key_and_value_head,
-            counted_from_zero,
-            engines_that_fuse,
-            on_later_ranks,
-            what_cannot_be,
+            models_move_between_all_pairs_of_recipes,
+            ranks_share_one_key_and_value_head,
+            stages_and_experts_count_from_0,
+            fused_modules_of_vllm_are_filled,
+            an_engine_on_later_ranks_counts_from_0,
+            mistakes_of_one_rank_are_raised_on_all,
         ]
     )
 

@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.down = nn.Linear(12, 8)
 
 
-def fully_sharded_and_tensor_parallel() -> None:
+def norms_sharded_on_part_of_the_mesh_are_complete_copies() -> None:
     """What FSDP2 alone cuts lies on `mesh["dp"]`, which is another mesh on every rank of `tp`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def fully_sharded_and_tensor_parallel() -> None:
             expect(torch.equal(value.full_tensor(), expected[name]), f"{name} of one that is cut")
 
 
-def tied_on_other_ranks() -> None:
+def tied_names_on_other_ranks_are_filled() -> None:
     """An engine's two names of one tensor, with layouts, of which trainers have no part."""
     names = ("embed.weight", "head.weight")
     layout = reshard.spec(reshard.DeviceMesh.of(tp=2), "tp, -").layout((8, 4))
@@ -99,7 +99,7 @@ def tied_on_other_ranks() -> None:
     expect(rank != 3 or torch.equal(own, value[4:]), "a head of its own")
 
 
-def tied_by_recipe() -> None:
+def tied_names_of_recipes_are_filled() -> None:
     """The same of `by_recipe`, whose ranks without a part list all names."""
     names = ("model.embed_tokens.weight", "lm_head.weight")
     shapes = dict.fromkeys(names, (8, 4))
@@ -126,7 +126,7 @@ def tied_by_recipe() -> None:
     )
 
 
-def plain_parts() -> None:
+def plain_tensors_that_are_parts_are_refused() -> None:
     """Plain tensors that are parts, and not copies, are told apart or refused."""
     rank, value = dist.get_rank(), whole(7, 8, 4)
     target = {"w": torch.zeros(8, 4)} if rank > 1 else None
@@ -150,7 +150,7 @@ def plain_parts() -> None:
     refused(lambda: refit(source, whole_target, check_replicas=False), ShardError, words)
 
 
-def replicas_that_drift() -> None:
+def replicas_that_differ_in_an_element_are_found() -> None:
     """Copies that differ in one element are found on request, on either side."""
     rank, value = dist.get_rank(), whole(7, 64, 64)
     layout = Layout.replicated((64, 64), 4)
@@ -176,7 +176,7 @@ def replicas_that_drift() -> None:
     ).compare_replicas()
 
 
-def targets_that_overlap() -> None:
+def targets_that_share_elements_are_refused() -> None:
     """Targets that share elements are refused; those that lie between one another are not."""
     memory = torch.zeros(8, 8)
     source = {"a": whole(1, 8, 4), "b": whole(2, 8, 4)}
@@ -194,7 +194,7 @@ def targets_that_overlap() -> None:
     expect(not memory.any(), "something was written")
 
 
-def plans() -> None:
+def plans_list_the_moves_that_run() -> None:
     """Who sends what to whom, before anything runs; it is what runs."""
     rows = reshard.spec(reshard.DeviceMesh.of(x=2), "x, -").layout((8, 4))
     columns = reshard.spec(reshard.DeviceMesh.of(x=2), "-, x").layout((8, 4))
@@ -226,7 +226,7 @@ def plans() -> None:
     expect(sorted(to_own) == [(0, 4), (4, 6), (6, 10), (10, 12)], f"{to_own}")
 
 
-def lists_of_ranks() -> None:
+def groups_may_be_lists_of_ranks() -> None:
     """Megatron's groups as lists; one that this rank is not in is told."""
     rank, value = dist.get_rank(), whole(9, 8, 4)
     module = nn.Module()
@@ -246,14 +246,14 @@ def lists_of_ranks() -> None:
 def main() -> None:
     run_cases(
         [
-            fully_sharded_and_tensor_parallel,
-            tied_on_other_ranks,
-            tied_by_recipe,
-            plain_parts,
-            replicas_that_drift,
-            targets_that_overlap,
-            plans,
-            lists_of_ranks,
+            norms_sharded_on_part_of_the_mesh_are_complete_copies,
+            tied_names_on_other_ranks_are_filled,
+            tied_names_of_recipes_are_filled,
+            plain_tensors_that_are_parts_are_refused,
+            replicas_that_differ_in_an_element_are_found,
+            targets_that_share_elements_are_refused,
+            plans_list_the_moves_that_run,
+            groups_may_be_lists_of_ranks,
         ]
     )
 

@@ -17,7 +17,7 @@ from reshard.errors import PlanError, ShardError
 MESH = reshard.DeviceMesh.of(dp=2, tp=2)
 
 
-def equal_ranks() -> None:
+def equal_ranks_pass() -> None:
     with sp.checking():
         x = sp.array(np.arange(24.0).reshape(4, 6), reshard.spec(MESH, "dp, -"))
         y = sp.softmax(x @ np.ones((6, 2)) * 0.5, axis=1).shard(reshard.spec(MESH, "-, tp"))
@@ -29,7 +29,7 @@ def equal_ranks() -> None:
         sp.from_shards(own, (4, 3), reshard.spec(MESH, "dp, - | sum(tp)"))
 
 
-def different_ranks() -> None:
+def different_ranks_are_named() -> None:
     rank = dist.get_rank()
 
     def data() -> None:
@@ -73,7 +73,7 @@ def different_ranks() -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     with sp.running(sp.over_processes()):
-        report_each([equal_ranks, different_ranks])
+        report_each([equal_ranks_pass, different_ranks_are_named])
     dist.barrier()
     dist.destroy_process_group()
 

@@ -73,7 +73,7 @@ def given(offset: float = 0.0) -> Any:
     return sp.array(DATA + offset, spec(MESH, "x, y"))
 
 
-def check_rounds(overlap: int) -> None:
+def a_program_agrees_at_its_start_and_end_only(overlap: int) -> None:
     """A program agrees at its begin and at its end; movement by movement each agrees."""
     jitted = sp.jit(moved_twice, overlap=overlap)
     expected = moved_twice(given()).to_dense()
@@ -88,7 +88,7 @@ def check_rounds(overlap: int) -> None:
         np.testing.assert_array_equal(one.to_dense(), expected)
 
 
-def check_loops(overlap: int) -> None:
+def loops_inside_programs_give_the_same(overlap: int) -> None:
     """What a loop does inside a program agrees by itself: all of it gives the same."""
 
     def function(x: Any) -> Any:
@@ -115,7 +115,7 @@ def expect(kind: type[ReshardError], part: str, function: Callable[[], Any]) -> 
     assert time.monotonic() - begin_s < SOON_S
 
 
-def check_failure(overlap: int) -> None:
+def a_failure_inside_a_program_is_raised_on_all_ranks(overlap: int) -> None:
     """One rank fails inside a program: all others raise its cause soon, and all go on after it."""
     own = sp.operator("([i, j]) -> ([i, j])", fails_here, name="failing")
     jitted = sp.jit(lambda x: moved_twice(own(moved_twice(x))), overlap=overlap)
@@ -128,7 +128,7 @@ def check_failure(overlap: int) -> None:
     np.testing.assert_array_equal(jitted(given()).to_dense(), expected)
 
 
-def check_difference(overlap: int) -> None:
+def different_programs_are_refused_before_elements_move(overlap: int) -> None:
     """Ranks that run other programs learn so before anything moves."""
     programs = sp.jit(moved_twice, overlap=overlap), sp.jit(moved_otherwise, overlap=overlap)
     for one in programs:
@@ -139,7 +139,7 @@ def check_difference(overlap: int) -> None:
         np.testing.assert_array_equal(one(given()).to_dense(), function(given()).to_dense())
 
 
-def check_infinite_factors(overlap: int) -> None:
+def infinite_factors_are_found_by_all_ranks(overlap: int) -> None:
     """Elements for which the program is not right: all ranks find out, and none counts as lost."""
     left = np.array([[3.0, -1.0], [0.5, 7.0]])
     jitted = sp.jit(lambda a, b, c: (a @ b) * c, overlap=overlap)
@@ -154,7 +154,7 @@ def check_infinite_factors(overlap: int) -> None:
         np.testing.assert_array_equal(found, (left @ np.ones((2, 2))) * factor)
 
 
-def check_threads(overlap: int) -> None:
+def programs_of_two_threads_keep_one_order(overlap: int) -> None:
     """Programs of two threads at once: each has all its movements to itself, in one order."""
     programs = [sp.jit(moved_twice, overlap=overlap), sp.jit(moved_otherwise, overlap=overlap)]
     arrays = [given(1.0), given(2.0)]
@@ -208,7 +208,7 @@ def movement_threads() -> Iterator[list[str]]:
         ProgramRun.finish = plain  # type: ignore[method-assign]
 
 
-def check_overlap() -> None:
+def overlapped_programs_give_the_same_bits_in_the_least_memory() -> None:
     """The same bits in every order, from movements in a thread of their own; the least memory."""
     random = np.random.default_rng(0)
     x = sp.array(random.normal(size=(16, 8)), spec(MESH, "x y, -"))
@@ -236,7 +236,7 @@ def check_overlap() -> None:
     assert all(one.name != "reshard movements" for one in threading.enumerate())
 
 
-def check_pieces() -> None:
+def decomposed_products_give_the_same_results() -> None:
     """Products in pieces beside what moves: the same results, by more and smaller movements."""
     rows, whole = spec(MESH, "x y, -"), spec(MESH, "-, -")
 
@@ -260,7 +260,7 @@ def check_pieces() -> None:
         assert len(threads) == moves > 2, (threads, moves)
 
 
-def check_memory() -> None:
+def the_memory_of_a_run_stays_within_the_peak_of_the_trace() -> None:
     """What is in registers of a run stays within the peak of the trace, and comes near to it."""
     random = np.random.default_rng(0)
     x = sp.array(random.normal(size=(16, 64)), spec(MESH, "x y, -"))
@@ -300,7 +300,7 @@ def check_memory() -> None:
     assert peaks[0] < peaks[-1], peaks
 
 
-def check_torch_gradients() -> None:
+def gradients_of_pytorch_pass_through_overlapped_movements() -> None:
     """PyTorch's own gradients go through movements that run in another thread."""
     random = np.random.default_rng(0)
     weights = random.normal(size=(3, 8, 8))
@@ -325,7 +325,7 @@ def check_torch_gradients() -> None:
         torch.testing.assert_close(one, right, rtol=0, atol=0)
 
 
-def check_failed_movement() -> None:
+def a_failed_movement_is_raised_on_all_ranks() -> None:
     """A movement that fails in its thread, on one rank: all learn its cause soon, and go on."""
     program = sp.jit(moved_twice, overlap=2)
     expected = program(given()).to_dense()
@@ -350,7 +350,7 @@ def check_failed_movement() -> None:
     np.testing.assert_array_equal(program(given()).to_dense(), expected)
 
 
-def check_other_meshes() -> None:
+def meshes_of_the_same_ranks_may_differ() -> None:
     """Meshes of the same ranks, in other orders and with other axes, eagerly and in programs."""
     four = DeviceMesh.of(z=4)
     weight = sp.array(torch.arange(36.0, dtype=torch.float64).reshape(6, 6), spec(four, "-, z"))
@@ -387,7 +387,7 @@ def check_other_meshes() -> None:
     assert float(there.shards[dist.get_rank()][0]) == float([1, 3, 0, 2][dist.get_rank()])
 
 
-def check_arrays_from_elsewhere() -> None:
+def programs_read_arrays_they_are_not_given() -> None:
     """A program reads arrays that it is not given, of which a process has its own shards alone."""
     there = DeviceMesh.of(z=1, devices=[2])
     for number, text in enumerate(("x, y", "-, -", "-, x | sum(y)")):
@@ -408,7 +408,7 @@ def check_arrays_from_elsewhere() -> None:
                     np.testing.assert_allclose(its.to_dense(), slope.to_dense(), 1e-11, 1e-12)
 
 
-def check_meshes_of_some_ranks() -> None:
+def ranks_outside_a_mesh_take_part_in_programs() -> None:
     """Stages on meshes of other ranks: who has no part of an array joins what all do."""
     first, second = DeviceMesh.of(x=2), DeviceMesh("later", (3,), ("y",), (3, 1, 2))
     random = np.random.default_rng(5)
@@ -478,26 +478,26 @@ def main() -> None:
     with sp.running(sp.over_processes()):
         report_each(
             [
-                check_other_meshes,
-                check_arrays_from_elsewhere,
-                check_meshes_of_some_ranks,
-                check_overlap,
-                check_pieces,
-                check_memory,
-                check_torch_gradients,
-                check_failed_movement,
+                meshes_of_the_same_ranks_may_differ,
+                programs_read_arrays_they_are_not_given,
+                ranks_outside_a_mesh_take_part_in_programs,
+                overlapped_programs_give_the_same_bits_in_the_least_memory,
+                decomposed_products_give_the_same_results,
+                the_memory_of_a_run_stays_within_the_peak_of_the_trace,
+                gradients_of_pytorch_pass_through_overlapped_movements,
+                a_failed_movement_is_raised_on_all_ranks,
             ]
         )
         for overlap in map(int, sys.argv[1:]):
             report_each(
                 functools.update_wrapper(functools.partial(check, overlap), check)
                 for check in (
-                    check_rounds,
-                    check_loops,
-                    check_infinite_factors,
-                    check_threads,
-                    check_difference,
-                    check_failure,
+                    a_program_agrees_at_its_start_and_end_only,
+                    loops_inside_programs_give_the_same,
+                    infinite_factors_are_found_by_all_ranks,
+                    programs_of_two_threads_keep_one_order,
+                    different_programs_are_refused_before_elements_move,
+                    a_failure_inside_a_program_is_raised_on_all_ranks,
                 )
             )
     dist.destroy_process_group()

@@ -41,7 +41,7 @@ def weights_of(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(7).uniform(-1, 1, size=shape)
 
 
-def check_operators() -> None:
+def every_derivative_is_that_of_pytorch() -> None:
     for case in CASES[::STRIDE]:
         arrays = case.arrays()
         with sp.running(sp.in_process("numpy")):
@@ -57,7 +57,7 @@ def check_operators() -> None:
             )
 
 
-def check_training() -> None:
+def a_transformer_block_trains_as_in_pytorch() -> None:
     """Three steps of a transformer block, states cut over dp, as PyTorch takes them."""
     sizes = block.Sizes()
     data, batch = block.make_parameters(sizes), block.make_batch(sizes)
@@ -84,7 +84,7 @@ def check_training() -> None:
         torch.testing.assert_close(one.to_dense(), leaves[name].detach(), rtol=0, atol=1e-6)
 
 
-def check_refusals() -> None:
+def invalid_functions_are_refused_on_every_rank() -> None:
     """Every rank refuses alike, before anything is sent."""
     x = sp.array(np.ones((4, 2)), next(iter(specs(MESH, 2))))
     with pytest.raises(UsageError, match="were asked for within"):
@@ -97,7 +97,13 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with sp.running(sp.over_processes()):
-        report_each([check_operators, check_training, check_refusals])
+        report_each(
+            [
+                every_derivative_is_that_of_pytorch,
+                a_transformer_block_trains_as_in_pytorch,
+                invalid_functions_are_refused_on_every_rank,
+            ]
+        )
     dist.destroy_process_group()
 
 

@@ -84,7 +84,7 @@ def staged_job() -> StagedJob:
     return StagedJob(Job(items), HOSTS)
 
 
-def refits() -> None:
+def refits_in_stages_move_what_was_planned() -> None:
     """Every element arrives, in each run; what travels is what is planned."""
     staged, rank = staged_job(), dist.get_rank()
     every = ({}, {"buckets": 1 << 20}, {"planning": "centralized"})
@@ -118,7 +118,7 @@ def refits() -> None:
     refused(refit.verify, Exception, "large")
 
 
-def other_elements() -> None:
+def casts_and_quantized_tensors_move_in_stages() -> None:
     """What is cast or quantised travels in stages too."""
     for dtype in (torch.bfloat16, torch.float64):
         source, target, filled = models(7, dtype)
@@ -151,7 +151,7 @@ def other_elements() -> None:
     expect_same(found[1], found[0], "quantised")
 
 
-def redistributions() -> None:
+def redistributions_move_in_stages() -> None:
     """One tensor, in this thread and in the background, into new and given memory."""
     rank = dist.get_rank()
     for name, (shape, cut, wanted) in MODEL.items():
@@ -192,7 +192,7 @@ def set_source(source: Any, seed: int, share: float = 1.0) -> None:
             source[name][0].copy_(own)
 
 
-def compared() -> None:
+def compared_tensors_move_in_stages_when_sent_whole() -> None:
     """What is compared goes in stages where all of it travels, and each rank its changes else."""
     staged, rank = staged_job(), dist.get_rank()
     whole_bytes = staged.sent_bytes[rank]
@@ -234,7 +234,7 @@ def compared() -> None:
         expect(not refit.verify().differences, f"a target is new, {unit}")
 
 
-def choices() -> None:
+def stages_are_chosen_where_links_between_hosts_are_slower() -> None:
     """The model chooses: stages where links between hosts are the slower ones."""
     for topology, is_staged in ((SLOW, True), (FAR_WITHIN, False), (None, False)):
         source, target, filled = models(1)
@@ -285,4 +285,12 @@ def choices() -> None:
 
 
 if __name__ == "__main__":
-    run_cases([refits, other_elements, redistributions, compared, choices])
+    run_cases(
+        [
+            refits_in_stages_move_what_was_planned,
+            casts_and_quantized_tensors_move_in_stages,
+            redistributions_move_in_stages,
+            compared_tensors_move_in_stages_when_sent_whole,
+            stages_are_chosen_where_links_between_hosts_are_slower,
+        ]
+    )
