@@ -51,8 +51,8 @@ def read(values: list[object]) -> ParameterColumns:
 def test_tensors_of_equal_properties_share_a_signature() -> None:
     found = read([torch.zeros(4, 2), torch.ones(4, 2), (torch.zeros(4, 2), WHOLE), (None, WHOLE)])
     assert found.numbers == [0, 0, 1, 2]
-    assert [signature.cut for signature in found.list_signatures()] == [None, WHOLE, WHOLE]
-    assert found.list_signatures()[2] == TensorSignature(WHOLE, False)
+    assert [signature.cut for signature in found.kinds] == [None, WHOLE, WHOLE]
+    assert found.kinds[2] == TensorSignature(WHOLE, False)
     assert len(found.addresses) == 3
 
 

@@ -183,11 +183,12 @@ class ParameterColumns:
                 return False
             if list(map(_CUT, map(attrgetter("_spec"), dtensors))) != self._cuts:
                 return False
-        if self.have_odd or any(map(is_marked, self._list_plain())):
+        plain = (value for value in self.values if type(value) in endpoint.WITH_MEMORY)
+        if self.have_odd or any(map(is_marked, plain)):
             return False
         parts = [local for local in self.locals if local is not None]
         numbers = compress(self.numbers, [local is not None for local in self.locals])
-        memory = [(signature.strides, signature.like) for signature in self.list_signatures()]
+        memory = [(signature.strides, signature.like) for signature in self.kinds]
         before = zip(self.addresses, map(memory.__getitem__, numbers), strict=True)
         # A single pass, as above.
         like = zip(map(_STRIDES, parts), map(_LIKE, parts), strict=True)
@@ -196,12 +197,13 @@ class ParameterColumns:
             return False
         are_complex = (value.dtype.is_complex for value in parts)
         has_complex = any(
-            signature.like and signature.like[1].is_complex for signature in self.list_signatures()
+            signature.like and signature.like[1].is_complex for signature in self.kinds
         )
         return not has_complex or not any(map(torch.Tensor.is_conj, compress(parts, are_complex)))
 
-    def list_signatures(self) -> list[TensorSignature]:
-        """Return the signatures by number."""
+    @cached_property
+    def kinds(self) -> list[TensorSignature]:
+        """The signatures by number."""
         return [TensorSignature(*signature) for signature in self.signatures]
 
     @property
@@ -220,16 +222,13 @@ class ParameterColumns:
         """Whether any cannot be moved as it is, or is marked as a part."""
         return any(
             signature.is_odd or (signature.like is not None and signature.like[2] == _META)
-            for signature in self.list_signatures()
+            for signature in self.kinds
         )
 
     @property
     def have_plain(self) -> bool:
         """Whether any is replicated on every rank that has it."""
-        return any(signature.cut is None for signature in self.list_signatures())
-
-    def _list_plain(self) -> Iterator[torch.Tensor]:
-        return (value for value in self.values if type(value) in endpoint.WITH_MEMORY)
+        return any(signature.cut is None for signature in self.kinds)
 
 
 def _identify_placement(placement: Placement) -> object:

@@ -274,7 +274,7 @@ class _Lister:
         # 3. Collect the columns of each tensor.
         self._names, self._own_names = names, own_names
         self._kind_of = [kind_numbers[number] for number in numbers]
-        signatures = columns.list_signatures()
+        signatures = columns.kinds
         have_part = [kind.shape is not None for kind in kinds]
         self.tensors = {
             name: tensor
