@@ -219,7 +219,8 @@ class _Waiting:
         places = [n for n, value in enumerate(operation.operands) if value in self.pending]
         # All together, as for addition, or a single operand, as for multiplication.
         for chosen in [places, *([place] for place in places if len(places) > 1)]:
-            kinds = {_kind(self.pending[operation.operands[place]]) for place in chosen}
+            specs = [self.pending[operation.operands[place]] for place in chosen]
+            kinds = {(spec.partial_axes, spec.reduction) for spec in specs}
             if len(kinds) == 1:
                 run = self._try_run(number, operation, operator, tuple(chosen), *kinds.pop())
                 if run is not None:
@@ -348,7 +349,3 @@ class _Waiting:
         is_scattered = any(not are_apart(p, q) for dim in dims for p in dim for q in partial)
         # An all-reduce is a reduce-scatter and an all-gather of its parts.
         return local_bytes if is_scattered else 2 * local_bytes
-
-
-def _kind(spec: ShardingSpec) -> tuple[tuple[Axis, ...], str | None]:
-    return spec.partial_axes, spec.reduction

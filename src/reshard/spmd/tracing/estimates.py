@@ -315,7 +315,7 @@ def count_memory(
     return tuple(counted)
 
 
-Kept = tuple[int, ArrayType | None, ShardingSpec]
+MovedValue = tuple[int, ArrayType | None, ShardingSpec]
 """A value that was moved, its type before, and the sharding to which it was moved."""
 
 
@@ -332,7 +332,7 @@ class _LiveMemory:
         self.live_bytes: IntArray = np.zeros(len(ranks), dtype=np.int64)
         self._holders: list[int] = []
         self._sizes: list[IntArray] = []
-        self._of: dict[int | Kept, int] = {}
+        self._of: dict[int | MovedValue, int] = {}
         # Values that are the same array as an earlier value.
         self._same: dict[int, int] = {}
         for traced in operations:
@@ -343,22 +343,22 @@ class _LiveMemory:
                 (operand,), (result,) = traced.operation.operands, traced.operation.results
                 self._same[result] = self._same.get(operand, operand)
         self._last = {
-            self._find_kept(moved, moved.value): place
+            self._moved_value(moved, moved.value): place
             for place, traced in enumerate(operations)
             for moved in traced.reused
         }
-        self._ends: dict[int, list[Kept]] = {}
-        for kept, place in self._last.items():
-            self._ends.setdefault(place, []).append(kept)
+        self._ends: dict[int, list[MovedValue]] = {}
+        for moved_value, place in self._last.items():
+            self._ends.setdefault(place, []).append(moved_value)
 
-    def hold(self, name: int | Kept, size: IntArray) -> None:
+    def hold(self, name: int | MovedValue, size: IntArray) -> None:
         """Add new memory of a value, or of a moved value."""
         self._of[name] = len(self._sizes)
         self._sizes.append(size)
         self._holders.append(1)
         self.live_bytes = self.live_bytes + size
 
-    def free(self, name: int | Kept) -> None:
+    def free(self, name: int | MovedValue) -> None:
         """Remove a value or a moved value, and its memory if no other value has it."""
         memory = self._of.pop(name)
         self._holders[memory] -= 1
@@ -370,32 +370,32 @@ class _LiveMemory:
         lays_out = traced.operation.operator == WITH_SHARDING
         moved = list(traced.reshards if lays_out else traced.before)
         for reshard in moved:
-            kept = self._find_kept(
+            moved_value = self._moved_value(
                 reshard, traced.operation.operands[0] if lays_out else reshard.value
             )
-            if self._last.get(kept, place) > place:
-                self.hold(kept, count_held(reshard.result, self._ranks))
+            if self._last.get(moved_value, place) > place:
+                self.hold(moved_value, count_held(reshard.result, self._ranks))
         if lays_out:
             self._lay_out(traced, moved)
         else:
             for value, size in zip(traced.operation.results, after, strict=True):
                 self.hold(value, size)
-        for kept in self._ends.get(place, ()):
-            if kept in self._of:
-                self.free(kept)
+        for moved_value in self._ends.get(place, ()):
+            if moved_value in self._of:
+                self.free(moved_value)
 
     def _lay_out(self, traced: TracedOperation, moved: Sequence[InsertedReshard]) -> None:
         """Add the result of `with_sharding`: new memory if data moves, else its operand's."""
         (operand,), (result,) = traced.operation.operands, traced.operation.results
         # The last move is the result, and may be kept for other operations as well.
-        there = [self._find_kept(reshard, operand) for reshard in (*traced.reused, *moved)]
+        there = [self._moved_value(reshard, operand) for reshard in (*traced.reused, *moved)]
         if moved and there[-1] not in self._of:
             self.hold(result, count_held(moved[-1].result, self._ranks))
             return
         self._of[result] = memory = self._of[there[-1] if there else operand]
         self._holders[memory] += 1
 
-    def _find_kept(self, moved: InsertedReshard, value: int) -> Kept:
+    def _moved_value(self, moved: InsertedReshard, value: int) -> MovedValue:
         return self._same.get(value, value), moved.source, moved.target
 
 

@@ -127,14 +127,16 @@ class StageBoundary:
             return
         if self._kind is None:
             self._kind = self._learn_kind() if array is None else self._tell_kind(array.type)
-        kind, made_as = self._kind
+        kind, output_spec = self._kind
         microbatch, is_back = crossing
         if array is not None and not is_back and array.type is not kind:
             raise UsageError(
                 f"stage {self._stage} returned {array.type} for microbatch {microbatch}, and "
                 f"{kind} before; cut the batch into equal microbatches"
             )
-        source, target = _ends(made_as, self._target, is_back)
+        source, target = output_spec, self._target
+        if is_back:
+            source, target = target, without_partial(source)
         change = LayoutChange(source.layout(kind.shape), target.layout(kind.shape))
         source_shard = target_shard = None
         if array is not None:
@@ -220,15 +222,8 @@ class StageBoundary:
                 f"stage {self._stage} is in a step of another schedule, or of other shardings, "
                 f"than stage {self._stage + 1}; give all ranks the same"
             )
-        made_as = spec(self._mesh, text)
-        return ArrayType(shape, as_dtype(name), made_as), made_as
-
-
-def _ends(
-    output_spec: ShardingSpec, input_spec: ShardingSpec, is_back: bool
-) -> tuple[ShardingSpec, ShardingSpec]:
-    """Return the shardings from which, and to which, an array crosses."""
-    return (input_spec, without_partial(output_spec)) if is_back else (output_spec, input_spec)
+        output_spec = spec(self._mesh, text)
+        return ArrayType(shape, as_dtype(name), output_spec), output_spec
 
 
 # Tasks of each rank by which the result of another stage is requested before it is taken.

@@ -109,7 +109,7 @@ class PipelineSchedule:
         )
 
     def needs(self, task: PipelineTask) -> tuple[PipelineTask, ...]:
-        """The tasks whose results a task needs: of its own stage, and of the neighbouring stage."""
+        """Return the tasks whose results a task needs, of its own and of the neighbouring stage."""
         stage, microbatch = task.stage, task.microbatch
         if task.work is Work.FORWARD:
             return (PipelineTask(Work.FORWARD, stage - 1, microbatch),) if stage else ()
@@ -410,7 +410,7 @@ class StageCosts:
         return self.forward, self.backward_input, self.backward_weights, self.send
 
     def rounded(self, unit: float) -> StageCosts:
-        """Times as integer multiples of a unit, for diagrams: at least 1 for nonzero times.
+        """Return times as integer multiples of a unit, for diagrams: at least 1 if nonzero.
 
         >>> StageCosts(2e-3, 4.2e-3, 1e-4).rounded(1e-3).times
         (2, 4, 1, 0)
@@ -534,7 +534,7 @@ class Timetable:
         return self.starts[task] + self.time_of(task)
 
     def __str__(self) -> str:
-        """A line a rank, a column a unit of time; `F3` is microbatch 3, `F3'` on its second stage.
+        """Draw a line per rank, a column per unit of time; `F3'` is `F3` on the second stage.
 
         A line ends with the rank's peak memory of activations, if the costs define it.
 

@@ -531,10 +531,6 @@ class CostModel:
         return least_s(self._device, operations, moved, dtypes)
 
 
-def _key(sharding: Sharding) -> object:
-    return sharding.dims, sharding.partial, sharding.reduction if sharding.partial else None
-
-
 def _count_same(old: Parts, new: Parts) -> int:
     """Return the length of the common prefix of two shardings of a dimension."""
     count = 0
@@ -575,9 +571,11 @@ def _compare(left: Sequence[object], right: Sequence[object]) -> BoolArray:
 
 def _find_alike(sources: Sequence[Sharding], targets: Sequence[Sharding]) -> BoolArray:
     """Return where `are_alike` holds: by what that function compares."""
-    return _compare(
-        *([_key(sharding) for sharding in shardings] for shardings in (sources, targets))
+    keys = (
+        [(s.dims, s.partial, s.reduction if s.partial else None) for s in shardings]
+        for shardings in (sources, targets)
     )
+    return _compare(*keys)
 
 
 def _has_levels(sharding: Sharding) -> bool:
