@@ -54,7 +54,7 @@ from reshard.errors import CoverageError, MissingExtraError
 from reshard.geometry.regions import Region, multiply_runs
 from reshard.layout import Box, Layout
 from reshard.recipes.overrides import DIFFERING_COPIES
-from reshard.text import count_text, ranks_text
+from reshard.text import count_text, first_text, ranks_text
 
 SAMPLE_BYTES = 4096
 MAX_SAMPLED_SHARE = 0.01
@@ -130,7 +130,7 @@ class CopyReport(Record):
         if self.by_nature:
             notes.append(
                 f"{_count_tensors(self.by_nature)} differ by rank, as such state does; the lowest "
-                f"rank's are taken: {_list_some(self.by_nature)}"
+                f"rank's are taken: {first_text(self.by_nature, _MAX_SHOWN, '; ')}"
             )
         if self.unchecked:
             notes.append(
@@ -186,7 +186,7 @@ def expect_equal_copies(
             raise CoverageError(describe_differing(checkpoint, report.differing))
         notes.append(
             f"copies of {_count_tensors(report.differing)} differ, which was allowed; the lowest "
-            f"rank's are taken: {_list_some(report.differing)}"
+            f"rank's are taken: {first_text(report.differing, _MAX_SHOWN, '; ')}"
         )
     if not notes:
         passed.update(names)
@@ -315,7 +315,7 @@ def describe_differing(checkpoint: Checkpoint, differing: Sequence[DifferingCopi
     names = list(dict.fromkeys(difference.tensor for difference in differing))
     text = (
         f"{checkpoint.folder}: ranks hold copies, by sizes and offsets, whose contents differ, of "
-        f"{_count_tensors(differing)}: {_list_some(differing)}. "
+        f"{_count_tensors(differing)}: {first_text(differing, _MAX_SHOWN, '; ')}. "
     )
     if any(re.search(r"(^|\.)experts\.\d+\.", name) for name in names):
         text += (
@@ -848,9 +848,3 @@ def _find_pattern(names: list[str]) -> str:
 
 def _count_tensors(differing: Sequence[DifferingCopies]) -> str:
     return count_text(len({difference.tensor for difference in differing}), "tensor")
-
-
-def _list_some(differing: Sequence[DifferingCopies]) -> str:
-    more = len(differing) - _MAX_SHOWN
-    shown = "; ".join(map(str, differing[:_MAX_SHOWN]))
-    return shown + (f"; and {more} more" if more > 0 else "")

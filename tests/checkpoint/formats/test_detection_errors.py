@@ -105,7 +105,7 @@ def test_pointers_of_a_whole_folder_are_counted(tmp_path: Path) -> None:
     assert message(tmp_path) == (
         f"6 files in {tmp_path} (model-00001-of-00006.safetensors, "
         "model-00002-of-00006.safetensors, model-00003-of-00006.safetensors, "
-        "model-00004-of-00006.safetensors... 2 more) are each a pointer of git-LFS, in the place "
+        "model-00004-of-00006.safetensors and 2 more) are each a pointer of git-LFS, in the place "
         "of the file itself; run `git lfs pull` in its repository"
     )
     for file in tmp_path.glob("*.safetensors"):

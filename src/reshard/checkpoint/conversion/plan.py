@@ -519,11 +519,21 @@ def _keep_target(request: ConversionRequest, checkpoint: Checkpoint) -> Conversi
                 f"{what} without `to`: {checkpoint.folder} is sharded over {ranks}, and its "
                 "layouts do not fit the new tensors. Give `to`, such as tp=2 or full"
             )
-    replicas = request.replicas
-    if replicas is None and Capability.REPLICAS in format.capabilities:
-        replicas = find_stored_replicas(checkpoint.tensors)
     kept = checkpoint.mesh or checkpoint.ranks
+    replicas = keep_replicas(request, format, checkpoint)
     return request.replace(kept=kept, format=name, replicas=replicas)
+
+
+def keep_replicas(
+    request: ConversionRequest, format: CheckpointFormat, checkpoint: Checkpoint
+) -> str | None:
+    """Return the replicas of a target in the source's layouts: as requested, or as in the source.
+
+    None stands for the default of the format.
+    """
+    if request.replicas is not None or Capability.REPLICAS not in format.capabilities:
+        return request.replicas
+    return find_stored_replicas(checkpoint.tensors)
 
 
 def _find_kept_files(request: ConversionRequest, checkpoint: Checkpoint) -> Mapping[str, str]:

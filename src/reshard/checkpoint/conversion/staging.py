@@ -433,11 +433,7 @@ class Staging(Closing):
         root = self.content.parent
         with translate_os_errors("look for the journals of the processes", root):
             paths = sorted(root.glob("journal.*"))
-        for path in paths:
-            # A `.new` journal was not renamed: its head may be torn.
-            record = None if path.name.endswith(".new") else read_journal(path)
-            if record is not None:
-                yield record
+        yield from filter(None, map(_read_finished_journal, paths))
 
     def take_over(self, conversion_id: str) -> None:
         """Append the journals left by other processes of an earlier run to this process's own."""
@@ -445,7 +441,7 @@ class Staging(Closing):
         with translate_os_errors("take over the journals of an earlier run", root):
             others = sorted(root.glob("journal.*"))
             for path in others:
-                record = None if path.name.endswith(".new") else read_journal(path)
+                record = _read_finished_journal(path)
                 if record is not None and record.conversion_id == conversion_id:
                     journal.append_blocks(*record.finished)
                     self._are_journals_untouched &= record.folder_inode == journal.folder_inode
@@ -575,6 +571,12 @@ def _remove_other_journals(root: Path) -> None:
     """Remove unfinished journals, and the journals of processes other than process 0."""
     for path in root.glob("journal.*"):
         path.unlink(missing_ok=True)
+
+
+def _read_finished_journal(path: Path) -> JournalRecord | None:
+    """Return the record of another process's journal, or None for an unfinished journal."""
+    # A `.new` journal was not renamed: its head may be torn.
+    return None if path.name.endswith(".new") else read_journal(path)
 
 
 def _remove_root(lock: FolderLock) -> None:

@@ -34,6 +34,7 @@ from reshard.checkpoint.conversion.checksums import PIECE_BYTES
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
 from reshard.checkpoint.conversion.plan import (
     expect_written,
+    keep_replicas,
     open_apart,
     plan_conversion,
     plan_files,
@@ -51,7 +52,6 @@ from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.write_plan import (
     PlannedTensor,
     WritePlan,
-    find_stored_replicas,
 )
 from reshard.checkpoint.naming.selection import TensorSelection, select_from
 from reshard.checkpoint.options import ConversionRequest, split_arguments
@@ -471,9 +471,7 @@ def _keep_cut(
             layout, spec = placed.get(name, Layout.whole(tensor.shape, [0], 1)), None
         tensors[name] = PlannedTensor(tensor.dtype, layout, spec)
     to = "full" if is_whole else base.mesh or base.ranks
-    replicas = request.replicas
-    if replicas is None and Capability.REPLICAS in format.capabilities:
-        replicas = find_stored_replicas(base.tensors)
+    replicas = keep_replicas(request, format, base)
     request = request.replace(to=to, format=format.name, replicas=replicas)
     write_plan, single_file = plan_files(request, target, checkpoint, tensors, base.mesh)
     resolved = {"to": request.to_text, "cut": "as the base", "recipe": None}

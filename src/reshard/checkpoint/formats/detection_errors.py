@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.checkpoint.storage.remote_paths import HUB_NAME, PARTS, RemotePath
+from reshard.text import first_text
 
 _HEAD_BYTES = 600
 _MAX_FILES = 4096
@@ -361,5 +362,4 @@ def _by_numbers(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def list_some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MAX_SHOWN])
-    return shown + (f"... {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
+    return first_text(names, _MAX_SHOWN)

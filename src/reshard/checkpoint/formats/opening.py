@@ -119,7 +119,7 @@ def _source_cut(
     from reshard.recipes.library import choose_recipe, load_recipe
     from reshard.recipes.recipe import Recipe
 
-    config = _read_json(path / "config.json")
+    config = read_json_file(path / "config.json")
     if recipe == "auto":
         recipe = None if config is None else choose_recipe(config)
         if recipe is None:
@@ -284,14 +284,14 @@ def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     Raises:
         FormatError: a file that is not a JSON object.
     """
-    result = _read_json(checkpoint.folder / "config.json")
+    result = read_json_file(checkpoint.folder / "config.json")
     adapter = read_adapter_config(checkpoint)
     if adapter is None:
         return result
     # An adapter has the config of its base model, if that is a local folder.
     base = adapter.get("base_model_name_or_path")
     if result is None and isinstance(base, str) and base:
-        result = _read_json(Path(base) / "config.json")
+        result = read_json_file(Path(base) / "config.json")
     return None if result is None else {**result, "adapter_config": adapter}
 
 
@@ -301,10 +301,10 @@ def read_adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     Raises:
         FormatError: a file that is not a JSON object.
     """
-    return _read_json(checkpoint.folder / "adapter_config.json")
+    return read_json_file(checkpoint.folder / "adapter_config.json")
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json_file(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if the file is missing."""
     try:
         content = json.loads(path.read_bytes())

@@ -40,7 +40,6 @@ Sources: torchtitan's `models/llama3`, `llama/model.py` of Meta, `models/llama` 
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,6 +48,7 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.blocks.fusing import deinterleave_rows
 from reshard.checkpoint.contents import Checkpoint, read_again
+from reshard.checkpoint.formats.opening import read_json_file
 from reshard.checkpoint.formats.optimizer_states import MASTER
 from reshard.checkpoint.formats.rank_files.plain_parts import PARAMETERS
 from reshard.checkpoint.naming.renaming import STACKED
@@ -545,12 +545,9 @@ def _find_convention(source: Checkpoint, first: str) -> str:
 def _expect_same_model(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if params.json and config.json are of different models."""
     path = folder / PARAMETERS
-    try:
-        given = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(given, dict):
-        raise CheckpointError(f"{path} is not a JSON object, but a {type(given).__name__}")
+    given = read_json_file(path)
+    if given is None:
+        raise CheckpointError(f"{path} is missing")
     # Both files may leave out the number of key heads if it is equal to the number of heads.
     given.setdefault("n_kv_heads", given.get("n_heads"))
     own = {**config, "num_key_value_heads": config.get("num_key_value_heads")}

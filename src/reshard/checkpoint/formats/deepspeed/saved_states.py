@@ -17,11 +17,12 @@ from reshard.checkpoint.formats.deepspeed.flat_buffers import match_expert
 from reshard.checkpoint.formats.optimizer_states import match_groups
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues, flatten_state
 from reshard.checkpoint.formats.torch_files.pickles import Call, shortened
-from reshard.checkpoint.formats.torch_files.reading import read_torch_file
+from reshard.checkpoint.formats.torch_files.reading import read_torch_dict
 from reshard.checkpoint.formats.torch_files.values import (
     ArchivedTensor,
     as_sizes,
     explain,
+    is_size,
     is_tensor_call,
 )
 from reshard.errors import FormatError, UnreadableTensorError
@@ -92,12 +93,8 @@ class SavedPart:
 
 def read_file(folder: Path, name: str) -> SavedPart:
     """Return a file of `torch.save` that must hold a dict."""
-    value = read_torch_file(folder / name)
-    if not isinstance(value, dict):
-        raise FormatError(
-            f"{folder / name} holds a {type(value).__name__}, expected a dict as DeepSpeed saves"
-        )
-    return SavedPart(value, str(folder / name))
+    path = folder / name
+    return SavedPart(read_torch_dict(path, "a dict as DeepSpeed saves"), str(path))
 
 
 def read_tensors(folder: Path, name: str) -> Mapping[str, ArchivedTensor]:
@@ -236,7 +233,7 @@ def read_partition(folder: Path, name: str) -> Partition:
     # of ranks can concatenate them; the bfloat16 optimizer, which has no stage, saves the padding.
     given = part.take_list("group_paddings", optional=True) if stage in (1, 2) else ()
     paddings = [*given] if len(given) == len(masters) else [0] * len(masters)
-    if not all(map(_is_size, paddings)):
+    if not all(map(is_size, paddings)):
         raise part.wrong("group_paddings", given, "sizes")
     for number, master in enumerate(masters):
         if (
@@ -309,7 +306,7 @@ def _parameter_paddings(part: SavedPart) -> tuple[tuple[int, ...], ...] | None:
     if given is None:
         return None
     is_list = isinstance(given, list) and all(isinstance(group, list) for group in given)
-    if not is_list or not all(_is_size(size) for group in given for size in group):
+    if not is_list or not all(is_size(size) for group in given for size in group):
         raise part.wrong("param_alignment_paddings", given, "lists of sizes")
     return tuple(tuple(group) for group in given)
 
@@ -360,10 +357,6 @@ def _names(part: SavedPart, key: str) -> Mapping[str, str]:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 < value < 1 << 22
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
 
 
 AddTensor = Callable[[str, str, ArchivedTensor], None]

@@ -48,7 +48,12 @@ from reshard.checkpoint.formats.torch_files.pickles import (
     shortened,
     write_pickle,
 )
-from reshard.checkpoint.formats.torch_files.values import explain, plain_attributes
+from reshard.checkpoint.formats.torch_files.values import (
+    as_sizes,
+    explain,
+    is_size,
+    plain_attributes,
+)
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import (
@@ -192,15 +197,6 @@ def _wrong(attributes: Mapping[Any, Any], name: str, expected: str, label: str) 
     return FormatError(f"{label}: {name} is {shortened(shown)}, expected {expected}")
 
 
-def _as_sizes(value: object) -> tuple[int, ...] | None:
-    """Return a `torch.Size`, a tuple or a list of sizes as a tuple, or None for another value."""
-    if type(value) is Call and value.function.name == "Size" and len(value.arguments) == 1:
-        value = value.arguments[0]
-    if type(value) is not tuple and type(value) is not list:
-        return None
-    return tuple(value) if all(map(_is_size, value)) else None
-
-
 _Places = dict[tuple[str, tuple[int, ...] | None], StoredBytes]
 
 
@@ -210,7 +206,7 @@ def _places(storage: Mapping[Any, Any], label: str) -> _Places:
     for index, info in storage.items():
         where = _attributes(index, label, "an index of storage_data")
         name, offset = where.get("fqn"), where.get("offset")
-        start = None if offset is None else _as_sizes(offset)
+        start = None if offset is None else as_sizes(offset)
         if type(name) is not str or (start is None and offset is not None):
             wrong = ("offset", _SIZES) if type(name) is str else ("fqn", "text")
             raise _wrong(where, *wrong, f"{label}: an index of storage_data")
@@ -228,9 +224,9 @@ def _stored_bytes(stored: Mapping[Any, Any], label: str, name: str) -> StoredByt
         wrong = "transform_descriptors", "a list of names"
     elif type(file) is not str:
         wrong = "relative_path", "text"
-    elif type(begin) is not int or not _is_size(begin):
+    elif type(begin) is not int or not is_size(begin):
         wrong = "offset", "a number of bytes of 0 or more"
-    elif type(size) is not int or not _is_size(size):
+    elif type(size) is not int or not is_size(size):
         wrong = "length", "a number of bytes of 0 or more"
     else:
         return StoredBytes(file, begin, size, tuple(transforms))
@@ -243,7 +239,7 @@ _SIZES = "sizes of 0 or more"
 def _tensor(name: str, value: Call, places: _Places, file: str) -> DcpTensor:
     label = f"{file}: tensor {name!r}"
     fields = _attributes(value, label)
-    shape = _as_sizes(fields.get("size"))
+    shape = as_sizes(fields.get("size"))
     if shape is None:
         raise _wrong(fields, "size", _SIZES, label)
     dtype = _dtype(fields, label)
@@ -257,7 +253,7 @@ def _tensor(name: str, value: Call, places: _Places, file: str) -> DcpTensor:
     chunks = []
     for chunk in listed:
         described = _attributes(chunk, label, "a chunk")
-        start, sizes = _as_sizes(described.get("offsets")), _as_sizes(described.get("sizes"))
+        start, sizes = as_sizes(described.get("offsets")), as_sizes(described.get("sizes"))
         if start is None or sizes is None:
             wrong = "offsets" if start is None else "sizes"
             raise _wrong(described, wrong, _SIZES, f"{label}: a chunk")
@@ -315,11 +311,6 @@ def _check_name(name: object, label: str) -> None:
         name.encode("utf-8")
     except UnicodeEncodeError as error:
         raise FormatError(f"{label}: the name {name!r} is not text that UTF-8 can say") from error
-
-
-def _is_size(value: object) -> bool:
-    # The sum of two, such as an offset and a size, fits into 64 bits.
-    return type(value) is int and 0 <= value < 1 << 62
 
 
 def metadata_pickle(metadata: DcpMetadata) -> bytes:

@@ -107,6 +107,18 @@ _OTHER_FILES = (
 )
 
 
+def read_torch_dict(path: Path, expected: str) -> dict[Any, Any]:
+    """Return the dict in a file of `torch.save`; `expected` describes it in the error.
+
+    Raises:
+        CheckpointError, FormatError: as `read_torch_file`, also for a file with another value.
+    """
+    value = read_torch_file(path)
+    if not isinstance(value, dict):
+        raise FormatError(f"{path} holds {explain(value)}, expected {expected}")
+    return value
+
+
 def read_torch_file(path: str | os.PathLike[str]) -> Any:
     """Return the nested value of a file of `torch.save`, with an `ArchivedTensor` for each tensor.
 

@@ -276,11 +276,12 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[ValueBuilder, tuple[Any, ...
 
 def is_size(value: object) -> bool:
     """Return whether a value is an integer that can be a size or an offset."""
-    return type(value) is int and 0 <= value < 1 << 63
+    # The sum of two, such as an offset and a size, fits into 64 bits.
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 def as_sizes(value: object) -> tuple[int, ...] | None:
-    """Return a tuple of sizes or a `torch.Size` as a tuple, or None for another value."""
+    """Return a `torch.Size`, a tuple or a list of sizes as a tuple, or None for another value."""
     if isinstance(value, Call) and value.function == Global("torch", "Size"):
         value = value.arguments[0] if len(value.arguments) == 1 else None
     if isinstance(value, tuple | list) and all(map(is_size, value)):

@@ -48,6 +48,7 @@ from reshard.checkpoint.formats.torch_files.pickles import Call
 from reshard.checkpoint.formats.torch_files.reading import (
     StorageChecksums,
     read_storage,
+    read_torch_dict,
     read_torch_file,
     region_of,
 )
@@ -466,9 +467,7 @@ def read(root: Path, inside: str = "") -> Checkpoint:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    state = read_torch_file(path)
-    if not isinstance(state, dict):
-        raise FormatError(f"{path} holds {explain(state)}, expected the state of a rank")
+    state = read_torch_dict(path, "the state of a rank")
     return {key: value for key, value in state.items() if isinstance(key, str)}
 
 

@@ -60,8 +60,8 @@ from reshard.checkpoint.formats.megatron.torch_dist.bucket_space import (
 from reshard.checkpoint.formats.optimizer_states import MASTER, state_name
 from reshard.checkpoint.formats.torch_dcp import reader
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
-from reshard.checkpoint.formats.torch_files.reading import read_storage, read_torch_file
-from reshard.checkpoint.formats.torch_files.values import as_sizes, explain
+from reshard.checkpoint.formats.torch_files.reading import read_storage, read_torch_dict
+from reshard.checkpoint.formats.torch_files.values import as_sizes
 from reshard.errors import CheckpointError, FormatError
 from reshard.geometry.regions import flat_regions
 
@@ -127,11 +127,8 @@ def _read_common(folder: Path) -> PlainValues:
             f"{path} is missing; Megatron has the iteration, the arguments and the optimizer's "
             "groups in it. Fetch it again, the checkpoint is incomplete"
         )
-    content = read_torch_file(path)
-    if not isinstance(content, dict):
-        raise FormatError(f"{path} holds {explain(content)}, expected the state that ranks share")
     state = PlainValues()
-    for key, value in content.items():
+    for key, value in read_torch_dict(path, "the state that ranks share").items():
         if key == "optimizer":
             add_optimizer(state, value, partial(read_storage, path))
         elif key == "content_metadata" and isinstance(value, dict):
