@@ -58,6 +58,8 @@ def pause_gc(*, freeze: bool = False) -> Iterator[None]:
         yield
     finally:
         if freeze and not _has_frozen_objects():
+            # `freeze` moves every object to the permanent generation, and `unfreeze` all of that to
+            # the oldest one.
             gc.freeze()
             gc.unfreeze()
         gc.enable()

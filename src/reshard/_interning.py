@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 V = TypeVar("V", bound="Interned")
 
 _lock = threading.Lock()
+# Weak, so that interning alone keeps no layout of a finished job in memory.
 _values: WeakValueDictionary[tuple[type, object], Any] = WeakValueDictionary()
 _values_by_arguments: WeakValueDictionary[tuple[type, object], Any] = WeakValueDictionary()
 
@@ -30,6 +31,8 @@ class _InterningType(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         arguments_key = cls.arguments_key(*args, **kwargs)  # type: ignore[attr-defined]
         if arguments_key is not None:
+            # Without the lock: after a miss, the value is built again, and `setdefault` below
+            # decides.
             known = _values_by_arguments.get((cls, arguments_key))
             if known is not None:
                 return known
@@ -84,8 +87,10 @@ class Interned(metaclass=_InterningType):
         return type(self)(*(values | changes).values())
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Unpickling calls the class, so that the value is interned in the process that reads it.
         return (type(self), self._get_values(self))
 
+    # Equality is identity, so a copy of its own would differ from the original.
     def __copy__(self) -> Any:
         return self
 

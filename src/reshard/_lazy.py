@@ -43,6 +43,8 @@ def attach(
         path, _, other = modules[name].partition(":")
         module = import_module(path)
         value = module if path == f"{package}.{name}" else getattr(module, other or name)
+        # Python calls a module's `__getattr__` only for missing names, so the next access takes no
+        # lookup.
         setattr(sys.modules[package], name, value)
         return value
 

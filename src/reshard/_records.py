@@ -70,12 +70,15 @@ class Record:
 
     def __init_subclass__(cls, *, eq: bool = True) -> None:
         annotations = cls.__annotations__
+        # As text, since annotations are strings under `from __future__ import annotations`:
+        # evaluating them would import the modules that only type checkers see.
         names = [name for name, kind in annotations.items() if "ClassVar" not in str(kind)]
         own = {name: vars(cls)[name] for name in names if name in vars(cls)}
         declared = {n: value for n, value in own.items() if isinstance(value, dataclasses.Field)}
         for name, field in declared.items():
             del own[name]
             if field.default is not dataclasses.MISSING:
+                # As in a dataclass, the class attribute becomes the default, not the `Field`.
                 own[name] = field.default
                 setattr(cls, name, field.default)
         factories = {
@@ -97,6 +100,7 @@ class Record:
             cls.__hash__ = object.__hash__  # type: ignore[method-assign]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Written to `__dict__`, since `__setattr__` refuses every assignment.
         names = self.field_names
         if len(args) == len(names) and not kwargs:
             self.__dict__.update(zip(names, args, strict=True))

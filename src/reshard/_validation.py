@@ -119,6 +119,7 @@ def check_int_array(
             return np.zeros(column.shape, dtype=np.int64)
         if column.dtype.kind in "iu":
             numbers = column.astype(np.int64, copy=False)
+            # In int64, unsigned numbers from 2**63 on would become negative.
             if column.dtype.kind == "i" or int(column.max()) <= MAX_ELEMENTS:
                 return numbers
     except (TypeError, ValueError, OverflowError):

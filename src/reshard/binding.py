@@ -161,6 +161,7 @@ class OwnRanks(Mapping[int, Address]):
         return len(self.layout.holders)
 
     def __eq__(self, other: object) -> bool:
+        # Mappings are compared item by item, which would create the address of every rank.
         same = isinstance(other, OwnRanks) and other.layout is self.layout
         return same or super().__eq__(other)
 

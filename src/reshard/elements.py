@@ -200,6 +200,8 @@ def _round_to_odd(wide: NDArray[np.float64]) -> NDArray[np.float32]:
     narrow = wide.astype(np.float32)
     back = narrow.astype(np.float64)
     bits = narrow.view(np.uint32)
+    # The bits of a float grow with its magnitude, in both signs: 1 less is the next number towards
+    # zero, and below an infinity the largest number.
     bits -= (np.abs(back) > np.abs(wide)).astype(np.uint32)
     bits |= ((back != wide) & ~np.isnan(wide)).astype(np.uint32)
     return narrow

@@ -288,6 +288,7 @@ class Layout(Interned):
         shape = check_ints(shape, "shape", LayoutError)
         holders = check_ints(holders, "ranks", LayoutError)
         # Many tensors of a model are whole on the same ranks, and have the same shape.
+        # Long lists of ranks are not cached, since they would stay in memory as keys.
         make = _make_whole if len(holders) <= _MAX_CACHED_HOLDERS else _make_whole.__wrapped__
         return make(cls, shape, holders, check_int(slots, "number of ranks", LayoutError))
 
@@ -315,6 +316,8 @@ class Layout(Interned):
         for dimension, size in enumerate(shape):
             windows = [(box.start[dimension], box.stop[dimension]) for _, box in pairs]
             # Equal windows share a part of the dimension.
+            # Sorted, so that the same windows give the same run table in whatever order the boxes
+            # come.
             number = {window: i for i, window in enumerate(sorted(set(windows)))}
             rows = [(i, a, b - a, 0) for (a, b), i in number.items()]
             tables.append(RunTable(size, max(len(number), 1), rows))

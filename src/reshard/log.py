@@ -43,5 +43,7 @@ class WaitNotice:
             self._due_s = float("inf")
             text = f"waiting for {self._describe()}"
             LOGGER.warning("%s", text)
+            # Also without logging, which is silent by default: a wait for other ranks looks like a
+            # hang.
             sys.stderr.write(f"reshard: {text}\n")
             sys.stderr.flush()

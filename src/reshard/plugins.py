@@ -76,6 +76,7 @@ def _may_be_declared(group: str) -> bool:
         return True
     for root in dict.fromkeys(sys.path):
         try:
+            # An empty entry of `sys.path` is the current folder.
             names = os.listdir(root or os.curdir)
         except NotADirectoryError:
             # A zip file, in which `importlib.metadata` looks too.

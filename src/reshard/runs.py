@@ -524,6 +524,7 @@ def _progressions(single: SingleRuns) -> IntArray:
             & (np.diff(single.length) == 0)
             & (single.role[1:] != PAD)
         ).tolist()
+        # As lists, since the loop below reads single numbers, which is slow in NumPy.
         global_steps = np.diff(single.start).tolist()
         local_steps = np.diff(single.local_start).tolist()
         firsts = []

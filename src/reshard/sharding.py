@@ -253,6 +253,8 @@ class ShardingSpec(Interned):
         if not isinstance(dim_specs, Iterable):
             raise SpecError(f"dimensions {dim_specs!r}; give a list with a DimSpec for each")
         self.dim_specs = tuple(map(_as_dim_spec, dim_specs))
+        # Joined and without whole sub-axes, so that shardings that mean the same are the same
+        # object.
         self.partial_axes = self._without_full_parts(join_axes(partial_axes))
         # Without partial axes the reduction is None, so that equal shardings are interned.
         self.reduction = reduction if self.partial_axes else None

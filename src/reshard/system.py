@@ -76,6 +76,7 @@ _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SET_PTRACER = 0x59616D61
 MAX_SPANS = 1024
 """The limit of a single call of `read_process_memory`: IOV_MAX of Linux."""
+# A process that reads mapped memory is killed (SIGBUS) if another truncates the file.
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 # The offset of tcpi_last_ack_recv in Linux's tcp_info: milliseconds since the last ACK.
 _ACKNOWLEDGED_AT = 56
@@ -185,6 +186,8 @@ def allocate(descriptor: int, size_bytes: int) -> None:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size_bytes)
         elif IS_MACOS:
+            # F_PREALLOCATE adds to the space that the file has. `st_blocks` counts 512 bytes on all
+            # systems.
             missing_bytes = size_bytes - os.fstat(descriptor).st_blocks * 512
             if missing_bytes > 0:
                 store = _FSTORE.pack(_ALLOCATE_ALL, _FROM_PHYSICAL_END, 0, missing_bytes, 0)
@@ -203,6 +206,7 @@ def punch_hole(descriptor: int, start_bytes: int, stop_bytes: int) -> bool:
     if start_bytes >= stop_bytes:
         return False
     if IS_MACOS:
+        # F_PUNCHHOLE refuses ranges that are not whole blocks.
         block_bytes = os.fstatvfs(descriptor).f_frsize
         start_bytes = -(-start_bytes // block_bytes) * block_bytes
         stop_bytes = stop_bytes // block_bytes * block_bytes
@@ -221,6 +225,7 @@ def punch_hole(descriptor: int, start_bytes: int, stop_bytes: int) -> bool:
         return False
     import ctypes
 
+    # ctypes passes a Python int as a C int, of 32 bits.
     offset, length = ctypes.c_int64(start_bytes), ctypes.c_int64(stop_bytes - start_bytes)
     return call(descriptor, _PUNCH, offset, length) == 0 or _is_refused()
 
@@ -300,6 +305,7 @@ def make_sealed_memory(size_bytes: int) -> int:
     system, control = cast("Any", os), cast("Any", fcntl)
     descriptor: int = system.memfd_create("reshard", system.MFD_CLOEXEC | system.MFD_ALLOW_SEALING)
     try:
+        # Before the seals, which forbid any other size.
         os.ftruncate(descriptor, size_bytes)
         seals = sum(getattr(fcntl, name) for name in _SEALS)
         fcntl.fcntl(descriptor, control.F_ADD_SEALS, seals)
@@ -374,6 +380,7 @@ def permit_reader(process: int) -> bool:
     control = _find_function("prctl")
     if control is None:
         return False
+    # `prctl` is variadic and reads unsigned longs; Python ints would be passed as C ints.
     arguments = (ctypes.c_ulong(number) for number in (process, 0, 0, 0))
     return bool(control(ctypes.c_int(_SET_PTRACER), *arguments) == 0)
 
@@ -481,6 +488,7 @@ def name_running_system() -> str:
 
 def name_host() -> tuple[str, int]:
     """Return a key shared by the processes of a host: its running system and its shared memory."""
+    # Containers on a host have the same kernel, but may have a shared memory of their own.
     return name_running_system(), find_host_memory().stat().st_dev
 
 
@@ -498,6 +506,8 @@ def find_process_start(number: int) -> str:
     fields = _read_process(number)
     if fields is None:
         return "" if has_ended(number) else "?"
+    # `starttime`, the 22nd field of proc(5); the state is the third. A zombie keeps its number, but
+    # has ended.
     return "" if fields[0] in "ZX" else fields[19]
 
 
@@ -508,6 +518,7 @@ def has_ended(number: int) -> bool:
         return fields[0] in "ZX"
     try:
         os.kill(number, 0)
+    # Any other refusal, such as EPERM, is about a process that exists.
     except ProcessLookupError:
         return True
     except OSError:
@@ -588,6 +599,7 @@ def find_closing_flag() -> int:
 def _load_library() -> Any:
     import ctypes
 
+    # ctypes then keeps `errno` for `get_errno`, before calls of the interpreter overwrite it.
     return ctypes.CDLL(None, use_errno=True)
 
 

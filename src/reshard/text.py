@@ -88,6 +88,7 @@ def printable(text: str, keep: str = "") -> str:
     >>> printable("wte\\x1b[2J"), printable("層")
     ('wte\\\\x1b[2J', '層')
     """
+    # Names come from files of others, and a terminal would obey the escape sequences in them.
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
     )
@@ -334,6 +335,7 @@ def ranks_text(ranks: Sequence[int], max_letters: int = 40) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {short_rank_text(ranks, max_letters)}"
 
 
+# Numbers with leading zeros stay text: as integers they could not be written again.
 _NUMBER = r"(?<![^.])(?:0|[1-9]\d{0,8})(?![^.])"
 _MAX_SET_LETTERS = 40
 _Sets = tuple[frozenset[int], ...]
@@ -500,6 +502,7 @@ def parse_json(text: str) -> Any:
     """
     import json
 
+    # `json` alone keeps the last of equal keys without an error.
     return json.loads(text, object_pairs_hook=_unique_pairs)
 
 

@@ -232,6 +232,7 @@ class TorchTensors(ArrayKind):
             )
         try:
             freed_bytes = missing_bytes(array)
+            # torch stores a conjugate or a negative as a flag, which the memory does not show.
             plain = array.detach().resolve_conj().resolve_neg()
             viewed: Storage = plain.view(self._carrier).numpy()
         except (RuntimeError, TypeError) as error:

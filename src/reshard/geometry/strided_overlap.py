@@ -43,6 +43,7 @@ from reshard.errors import RunError
 from reshard.geometry.regions import Index, Region
 from reshard.runs import IntArray
 
+# Regions of more elements are not listed position by position: a table of int64 takes 32 MiB.
 MAX_POSITIONS = 1 << 22
 
 

@@ -155,6 +155,7 @@ def _read_call(scanner: Scanner) -> PlacementCall:
                 arguments.append(value)
             _expect_separator(scanner, ")")
     # The step follows the call: `S(0)[1]`.
+    # At most 18 digits, which fit 64 bits.
     order = scanner.take(r"\[(\d{1,18})\]")
     number = int(order[1]) if order else None
     return PlacementCall(_NAMES[name[1]], tuple(arguments), tuple(named), number)
@@ -841,6 +842,7 @@ def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tup
             objects.append(placement_types.Shard(value.dim))
         elif isinstance(value, StridedShard):
             objects.append(
+                # torch has no public name for this placement.
                 placement_types._StridedShard(value.dim, split_factor=value.split_factor)
             )
         elif isinstance(value, Partial):

@@ -245,6 +245,7 @@ def crossing_elements(plan: LayoutChange, topology: Topology) -> IntArray:
 
 STAGES = ("exchange", "between racks", "between hosts", "fan-out")
 _BETWEEN_RACKS, _BETWEEN_HOSTS, _FAN_OUT = 1, 2, 3
+# A load up to 21/20 of the minimum counts as minimal, as in `fragments`.
 _WORTHWHILE = 21
 
 

@@ -176,6 +176,9 @@ def _estimate_pieces(
 
 def estimate_change(change: LayoutChange, itemsize_bytes: int, topology: Topology) -> Estimate:
     """Estimate the seconds of the direct exchange of a tensor.
+
+    Raises LayoutError for a rank outside the topology, or a link of unknown speed.
+
     >>> import reshard
     >>> from reshard.topology import Link
     >>> mesh = reshard.DeviceMesh.of(x=4)

@@ -483,7 +483,7 @@ class StagedJob(Record):
         return Estimate(tuple(parts), self.topology.overhead.call_s)
 
     def _estimate_stages(self, stages: Iterable[int], name: str) -> Part:
-        """The messages of some stages of all tensors, sent at once."""
+        """Estimate the messages of some stages of all tensors, sent at once."""
         sizes = [item.dtype.itemsize_bytes for item in self.job.items]
         transfers = [
             (of_item[stage], size)

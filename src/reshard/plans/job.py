@@ -342,6 +342,7 @@ class Job(Record):
         # The bytes hashed after an item's name depend only on its change and dtype.
         suffixes: dict[tuple[int, int], bytes] = {}
         for item in self.items:
+            # By identity: the items keep both alive, and both are interned.
             change, key = item.change, (id(item.change), id(item.dtype))
             if key not in suffixes:
                 prints = change.source.fingerprint + change.target.fingerprint

@@ -222,6 +222,7 @@ PARTS_LEFT = 1 + STEPS_BETWEEN_STAGES
 
 class PipelineSpan(Record):
     """The parts of a tensor in a pipeline: `parts` of them, the first in step `first`.
+
     >>> list(divide_spans([100, 250, 50], 4))
     [PipelineSpan(first=0, parts=1), PipelineSpan(first=1, parts=3), PipelineSpan(first=3, parts=1)]
     """

@@ -678,6 +678,7 @@ class _BoxWriter:
             assignment.cut, position + (self.elements * itemsize - 1)[box], side="right"
         )
         stays = self.stays[box]
+        # Clipped, because the positions of boxes that stay are undefined.
         sender = np.where(stays, self.target_slot[box], assignment.sender.take(first, mode="clip"))
         of = np.flatnonzero((last > first) & ~stays)
         if not len(of):

@@ -34,6 +34,7 @@ _MAX_KINDS, _NAME_WIDTH = 8, 40
 
 def format_layouts(layouts: Mapping[str, Layout]) -> str:
     """Return a table of the layouts of a tensor: ranks, parts of each dimension, and copies.
+
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=3)
     >>> print(format_layouts({"source": reshard.spec(mesh, "x, -").layout((6, 8))}))
@@ -207,6 +208,7 @@ def format_rank_loads(
 
 def format_plan(change: LayoutChange, transfers: Transfers, dtype: DType | None = None) -> str:
     """Return the text of `print(plan)`, in bytes if there is a dtype, else in elements.
+
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=3)
     >>> source, target = (reshard.spec(mesh, text).layout((6, 6)) for text in ("x, y", "y, x"))
@@ -268,6 +270,7 @@ def _busiest_row(role: str, loads: IntArray, ranks: tuple[int, ...]) -> tuple[st
 
 def format_message_count(transfers: int, sender: IntArray, receiver: IntArray) -> str:
     """Return the number of transfers and of messages; all transfers of a pair are a message.
+
     >>> format_message_count(5, np.array([0, 0, 1]), np.array([1, 1, 0]))
     '5 transfers in 2 messages, at most 1 from a rank and 1 to a rank'
     """

@@ -35,6 +35,7 @@ class Traffic(Record, eq=False):
         cls, ranks: int, sender: IntArray, receiver: IntArray, amount: IntArray
     ) -> Traffic:
         """Sum columns with repeated pairs into the traffic of `ranks` ranks.
+
         >>> columns = (np.array([1, 0, 1]), np.array([0, 1, 0]), np.array([5, 2, 3]))
         >>> traffic = Traffic.gathered(2, *columns)
         >>> traffic.sender.tolist(), traffic.receiver.tolist(), traffic.amount.tolist()
@@ -48,6 +49,7 @@ class Traffic(Record, eq=False):
     @classmethod
     def of_transfers(cls, transfers: Transfers, ranks: int) -> Traffic:
         """Return the elements that transfers move between `ranks` ranks.
+
         >>> from reshard.layout import Layout
         >>> from reshard.geometry.layout_change import LayoutChange
         >>> half = Layout.flat_ranges((6,), {0: (0, 3), 1: (3, 6)})
@@ -101,6 +103,7 @@ class Traffic(Record, eq=False):
 
     def kinds(self) -> list[RankKind]:
         """Group ranks that send and receive the same amounts; idle ranks are left out.
+
         >>> ring = Traffic.gathered(3, np.arange(3), (np.arange(3) + 1) % 3, np.full(3, 7))
         >>> [(kind.ranks, kind.sends, kind.receivers) for kind in ring.kinds()]
         [((0, 1, 2), 7, 1)]
@@ -118,6 +121,7 @@ class Traffic(Record, eq=False):
 
     def taken_together(self, size: int) -> Traffic:
         """Merge groups of `size` adjacent ranks; traffic within a group is included.
+
         >>> ring = Traffic.gathered(4, np.arange(4), (np.arange(4) + 1) % 4, np.full(4, 7))
         >>> halves = ring.taken_together(2)
         >>> list(zip(halves.sender.tolist(), halves.receiver.tolist(), halves.amount.tolist()))
@@ -144,6 +148,7 @@ class RankKind(NamedTuple):
 
 def find_top_ranks(amounts: IntArray) -> tuple[int, list[int]]:
     """Return the largest amount and the ranks that have it.
+
     >>> find_top_ranks(np.array([3, 7, 7]))
     (7, [1, 2])
     """

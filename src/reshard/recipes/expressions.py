@@ -391,7 +391,7 @@ def find_expressions(spec: str) -> tuple[Expression, ...]:
     Raises:
         RecipeError: braces that do not pair, or do not hold an expression.
 
-    >>> [str(one) for one in find_expressions("tp@heads{key_value_heads|attention_heads}, -")]
+    >>> [str(found) for found in find_expressions("tp@heads{key_value_heads|attention_heads}, -")]
     ['key_value_heads|attention_heads']
     """
     found = []

@@ -97,7 +97,7 @@ class Method(NamedTuple):
 # the scales.
 _ROLES = ("values", "zeros", "scales", "multiplier", "divisor")
 _SCALAR = ("", "*")
-# Of activations, known in advance, and shared by all of the weight.
+# Of activations and of the key/value cache, known in advance, and shared by all of the weight.
 _ACTIVATION_SCALES = dict.fromkeys(
     (
         ".input_scale",
@@ -174,6 +174,7 @@ METHODS: tuple[Method, ...] = (
             **_ACTIVATION_SCALES,
         },
         needs=("+_scale",),
+        # Packed integers of compressed-tensors have the same names, and store their shape.
         lacks=("+_shape",),
     ),
     Method(
@@ -203,6 +204,7 @@ METHODS: tuple[Method, ...] = (
             ".qzeros": "in~, out/pack -> zeros as awq",
         },
         needs=(".scales", ".qzeros"),
+        # GPTQ's tensors have the same names; only GPTQ stores the group of each index.
         lacks=(".g_idx",),
     ),
     Method("GPTQ without g_idx", _GPTQ, needs=(".scales",), lacks=(".g_idx",)),
@@ -254,6 +256,7 @@ _GROUP_KEYS = ("group_size", "q_group_size")
 _BLOCK_KEYS = ("weight_block_size", "block_structure")
 # Defaults: of a block of FP8, and of groups of packed weights.
 _USUAL_GROUPS = (128, 64, 32, 16)
+# bitsandbytes quantizes the scales of blocks again, in blocks of this size.
 _BNB_NESTED = 256
 _ACCEPTED = (
     "--allow uncomputable shards each stored tensor by the rule for its own name, in Python "

@@ -284,6 +284,7 @@ def _write_all_reduce(before: ShardingSpec, after: ShardingSpec) -> str:
     reduction = before.reduction or "sum"
     # JAX lacks a collective for products.
     if reduction == "product":
+        # Without a dtype, JAX widens the product of narrow integers, as NumPy does.
         return f"x = jnp.prod(lax.all_gather(x, {axes}), axis=0, dtype=x.dtype)"
     return f"x = lax.{_REDUCTIONS[reduction]}(x, {axes})"
 

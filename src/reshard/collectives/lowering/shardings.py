@@ -41,6 +41,7 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 
 def plain_shardings(program: Program) -> tuple[ShardingSpec, ...]:
     """Return the shardings before, between and after the steps, over as few meshes as possible.
+
     >>> from reshard import spec
     >>> from reshard.collectives import find_program
     >>> meshes = DeviceMesh.of(x=4), DeviceMesh.of(a=2, b=2)
@@ -247,8 +248,8 @@ def lines_up(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], di
     >>> from reshard import DeviceMesh
     >>> from reshard.sharding import spec
     >>> mesh = DeviceMesh.of(x=2, y=2)
-    >>> one, both = spec(mesh, "x"), spec(mesh, "x y")
-    >>> lines_up(one, both, (12,), 0), lines_up(one, both, (10,), 0)
+    >>> half, quarter = spec(mesh, "x"), spec(mesh, "x y")
+    >>> lines_up(half, quarter, (12,), 0), lines_up(half, quarter, (10,), 0)
     (True, False)
     """
     length = part_length(short, shape, dim)

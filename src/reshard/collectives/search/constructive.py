@@ -93,14 +93,14 @@ def _find_by_one_rearrangement(problem: Problem) -> Iterator[Path]:
         ways_back = target
     # Every start is compared with every end: the limit keeps the boxes compared within bounds.
     boxes = len(space.ranks) * max(1, len(space.shape))
-    most = max(MAX_SETS, math.isqrt(MAX_COMPARED // boxes))
+    limit = max(MAX_SETS, math.isqrt(MAX_COMPARED // boxes))
     sets = _list_axis_sets(problem, source, lacking)
     # 1. The states in which the rearrangement may begin, after slices and reductions.
     starts = [
         path
         for primes in sets
         for path in itertools.islice(
-            _find_beginnings(problem, primes, sorted(reduced)), max(1, most // len(sets))
+            _find_beginnings(problem, primes, sorted(reduced)), max(1, limit // len(sets))
         )
     ]
     sets = _list_axis_sets(problem, target, dropped)
@@ -109,7 +109,7 @@ def _find_by_one_rearrangement(problem: Problem) -> Iterator[Path]:
         state
         for primes in sets
         for state in itertools.islice(
-            placements(problem, target, primes, ways_back), max(1, most // len(sets))
+            placements(problem, target, primes, ways_back), max(1, limit // len(sets))
         )
         if problem.fits(state) and is_covered(space, state, target, frozenset(primes))
     ]

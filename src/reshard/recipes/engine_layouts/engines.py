@@ -61,6 +61,7 @@ class Engine(Record):
         known = [
             name
             for name, parameter in inspect.signature(function).parameters.items()
+            # True equals 1 in Python, so the type is compared as well.
             if parameter.default == 1 and type(parameter.default) is int
         ]
         for axis in sizes:

@@ -232,6 +232,7 @@ def _cut_apart(products: list[Product]) -> list[Product]:
     """Split products that may share elements into products that do not."""
     # The ends along each dimension divide it into intervals that no product splits.
     edges = find_edges(products)
+    # The grid has a byte for each cell.
     if math.prod(len(edge) for edge in edges) > 1 << 24:
         raise LayoutError(f"{len(products)} regions of a tensor that form no grid")
     covered = cover_grid(products, edges)
