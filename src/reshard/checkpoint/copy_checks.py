@@ -256,6 +256,7 @@ def compare_copies(
     differing: list[DifferingCopies] = []
     by_nature: list[DifferingCopies] = []
     for number, (group, classes, how) in enumerate(unlike):
+        # Measuring reads the copies again, so only those that a message shows are measured.
         measured = _measure(checkpoint, group, classes) if number < _MAX_SHOWN else ""
         # A recorded digest shows that the copies were equal when written, whatever the name.
         is_natural = not group.has_digest and re.search(_BY_NATURE, group.tensor)
@@ -745,6 +746,8 @@ def _read_groups(checkpoint: Checkpoint, reads: list[_Read]) -> Iterator[tuple[_
         for number, member, digest in results:
             found[number][member] = digest
     finally:
+        # Ends the threads, which still read if an error ended the loop, before their files are
+        # closed.
         results.close()
         files.close()
     for read, digests in zip(reads, found, strict=True):

@@ -299,6 +299,7 @@ class RunOptions(Options):
 
 def check_limits(extra_bytes: int, threads: int | None) -> None:
     """Raise UsageError for an invalid memory limit or number of threads."""
+    # Not `isinstance`: True is an int to Python.
     if type(extra_bytes) is not int or extra_bytes < 0:
         raise UsageError(f"extra_bytes={extra_bytes!r}; expected a whole number from 0")
     if threads is not None and (type(threads) is not int or threads < 1):
@@ -372,6 +373,7 @@ class LoadOptions(Options):
                 f"files, and readers_on_host={self.readers_on_host} too; files that are open "
                 "already are not shared, leave one of them out"
             )
+        # Raises for a type to which elements cannot be cast.
         _ = self.cast
 
     @property
@@ -596,6 +598,7 @@ class ConversionRequest(Options):
     kept: Target | None = None
 
     def __post_init__(self) -> None:
+        # First, since the mesh of an engine's layout becomes `to`, on which later checks depend.
         self._read_layouts()
         self._read_adapters()
         # Rules are parsed only once, since they may be an iterator.
@@ -612,6 +615,7 @@ class ConversionRequest(Options):
             # A `torch.dtype` is accepted too: its text is the name after "torch.".
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         self._check_exclusive()
+        # Raises for an unknown form of training state.
         _ = self.training_style
         if self.to is None:
             self._check_kept()

@@ -115,6 +115,7 @@ def plan_conversion(
     request = ConversionRequest.of(request, arguments)
     whole, target = open_apart(source, target)
     if request.to is None:
+        # First, since all further steps depend on the target's format.
         request = _keep_target(request, whole)
     whole = _decode_items(request, whole)
     checkpoint = take_source(request, whole)

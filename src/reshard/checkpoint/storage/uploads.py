@@ -170,6 +170,7 @@ class PartSender(Closing):
         self._threads.submit(self._send, part).add_done_callback(self._end)
 
     def _end(self, future: Future[None]) -> None:
+        # `exception()` of a cancelled part would raise here, and the thread would not become free.
         if not future.cancelled():
             self._error = self._error or future.exception()
         self._free.release()
@@ -246,6 +247,7 @@ class SentRecords(Closing):
         self._sent = self._released = -1
         with translate_os_errors("record what was sent", self._folder):
             self._folder.mkdir(exist_ok=True)
+            # The name in staging folders on disk, which other versions may continue.
             self._released = open_own(self._folder / f"given_back.{rank}", os.O_WRONLY | os.O_CREAT)
             # The last record of a killed run may be incomplete: overwrite it.
             size = os.fstat(self._released).st_size

@@ -419,6 +419,7 @@ class _Reader:
     def python2_text(self, size: int) -> None:
         content = self._bytes(self._unsigned(size))
         try:
+            # Python 2 had one type for texts and bytes.
             self._stack.append(content.decode("utf-8"))
         except UnicodeDecodeError:
             self._stack.append(content)
@@ -448,6 +449,7 @@ class _Reader:
         target = self._stack[-1]
         if type(target) is not Call:
             raise ValueError("a set should be on the stack")
+        # An empty set was pushed as a call with a list (`builtin`).
         target.arguments[0].extend(values)
 
     def duplicate(self) -> None:
