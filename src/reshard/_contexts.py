@@ -59,7 +59,7 @@ def pause_gc(*, freeze: bool = False) -> Iterator[None]:
     finally:
         if freeze and not _has_frozen_objects():
             # `freeze` moves every object to the permanent generation, and `unfreeze` all of that to
-            # the oldest one.
+            # the oldest generation.
             gc.freeze()
             gc.unfreeze()
         gc.enable()

@@ -109,6 +109,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
             elements = np.frombuffer(memory, dtype=tensor.dtype.storage)
             array[at : at + len(elements)] = elements
             at += len(elements)
+            # Views of the workspace keep its memory mapped, so none may outlive the loop.
             del memory, elements
     finally:
         workspace.close()
@@ -262,6 +263,7 @@ def load_layouts(
         if group.shape is None:
             continue
         arrays[name] = (
+            # Zeros, since padding is in no file.
             np.zeros(group.shape, dtype=group.loaded.storage)
             if out is None
             else _check_given(name, group.loaded, out, group.shape)

@@ -506,6 +506,7 @@ class TargetFile(Closing):
             self._allocate()
             # With larger pages, direct and buffered writes could touch the same page.
             if mmap.PAGESIZE <= PAGE_BYTES:
+                # The name may have become a link since `open_own` checked it.
                 self._direct = open_direct(self.path, os.O_WRONLY | os.O_NOFOLLOW)
         except OSError as error:
             self.close()

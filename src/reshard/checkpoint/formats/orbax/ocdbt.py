@@ -106,7 +106,7 @@ def _find_columns(size: int) -> tuple[int, ...]:
     while size:
         if size & 1:
             columns = tuple(_multiply(step, column) for column in columns)
-        step = tuple(_multiply(step, one) for one in step)
+        step = tuple(_multiply(step, column) for column in step)
         size >>= 1
     return columns
 
@@ -303,6 +303,7 @@ def decode_manifest(content: bytes, label: str) -> NodePlace | None:
         FormatError: a manifest that is damaged, or in parts (`numbered`).
     """
     columns = _open_frame(content, MANIFEST_MAGIC, label)
+    # The UUID of the database.
     columns.take(16)
     kind = columns.varint()
     if kind:
@@ -310,6 +311,8 @@ def decode_manifest(content: bytes, label: str) -> NodePlace | None:
             f"{label} is of kind {kind}, which has its versions in other files; save it with "
             "manifest_kind 'single', as Orbax does"
         )
+    # The limits of values in nodes and of nodes; then the arity of the tree of versions, and the
+    # compression, which Zstandard follows by its level.
     columns.varints(2)
     columns.take(1)
     if columns.varint():
@@ -369,12 +372,12 @@ def decode_node(
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value >= 128:
-        found.append(value & 127 | 128)
+        encoded.append(value & 127 | 128)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def _varints(values: Iterable[int]) -> bytes:
@@ -385,6 +388,7 @@ def _frame(magic: int, body: bytes) -> bytes:
     zstandard = import_zstandard("an OCDBT database")
     packed: bytes = zstandard.ZstdCompressor(level=1).compress(body)
     length = _FRAME_BYTES + len(packed)
+    # Version 0, and compression 1, by Zstandard.
     head = _HEADER.pack(magic) + _LENGTH.pack(length) + b"\0\1" + packed
     return head + _CHECKSUM.pack(crc32c(head))
 
@@ -631,6 +635,7 @@ def open_key_values(folder: Path) -> KeyValues:
         _expect_inside({node.path}, path)
         content = read_file_range(folder / node.path, start, size, MAX_NODE_BYTES)
         stored, children = decode_node(content, node, f"{folder / name}")
+        # The last is taken first, so that keys come in order.
         waiting += reversed(children)
         _expect_inside({value.place.path for value in stored.values() if value.place}, path)
         for key, value in stored.items():

@@ -621,6 +621,7 @@ def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mappi
         raise ValueError("no object")
     if text.startswith('{"__metadata__":{'):
         # The JSON parser reports repeated keys.
+        # From character 16 on, after `{"__metadata__":`.
         metadata, at = json.JSONDecoder(object_pairs_hook=_expect_unique).raw_decode(text, 16)
         if at == end - 1:
             return HeaderTensors((), (), (), ()), metadata

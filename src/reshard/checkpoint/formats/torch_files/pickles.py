@@ -419,7 +419,7 @@ class _Reader:
     def python2_text(self, size: int) -> None:
         content = self._bytes(self._unsigned(size))
         try:
-            # Python 2 had one type for texts and bytes.
+            # Python 2 had the same type for texts and bytes.
             self._stack.append(content.decode("utf-8"))
         except UnicodeDecodeError:
             self._stack.append(content)

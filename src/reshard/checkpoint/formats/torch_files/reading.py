@@ -173,6 +173,7 @@ def read_torch_value(
         return _read_zip(read, size_bytes, label, read_ahead)
     if _is_legacy(front):
         return _LegacyFile(read, size_bytes, label).value()
+    # Archives of tar have their magic number at this offset.
     if front[257:262] == b"ustar":
         raise FormatError(
             f"{label} is of PyTorch before 0.1.10, a tar archive; load it there and save it again"
@@ -215,6 +216,7 @@ class WindowReader(Closing):
 
     def _open(self) -> BinaryIO:
         if self._file is None:
+            # The window is the buffer.
             self._file = self._path.open("rb", buffering=0)
         return self._file
 
@@ -235,6 +237,7 @@ class WindowReader(Closing):
                 "expected; it was cut off"
             )
         self._start = offset
+        # Long content, such as the pickle, is not kept in memory twice.
         self._window = content if len(content) <= _WINDOW_BYTES else b""
         return content[:size]
 
@@ -299,6 +302,7 @@ class _LegacyFile:
             match key:
                 case ("storage", Global(_, kind), str(record), *_):
                     element = TYPED_STORAGES.get(kind)
+                    # The length of an untyped storage is in bytes.
                     size = 1 if element is None else as_dtype(element).itemsize_bytes
                     itemsizes_bytes.setdefault(record, size)
             return Reference(None)
@@ -336,6 +340,7 @@ class _LegacyFile:
             except PickleEndsEarlyError:
                 if size >= max_size:
                     raise
+                # The next attempt parses from the beginning, so the size grows fast.
                 size *= 8
             else:
                 return value, start + stop
@@ -399,6 +404,7 @@ class ArchiveReader:
                 if not content.startswith(part, at):
                     return None
         at = template.crc32_bytes
+        # 0 means that PyTorch was set not to compute checksums.
         return template.tensor, int.from_bytes(content[at : at + 4], "little") or None
 
     def parse(

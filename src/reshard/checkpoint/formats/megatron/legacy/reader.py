@@ -211,6 +211,7 @@ def number_chunks(ranks: Sequence[RankFiles]) -> list[RankFiles]:
     counts: dict[tuple[int, int], dict[str, int]] = {}
     experts: dict[int, int] = {}
     for chunk in chunks:
+        # The other ranks of a stage have the same layers.
         counts.setdefault((chunk.number, chunk.place.pp), chunk.layers)
         experts[chunk.place.ep] = max(experts.get(chunk.place.ep, 0), chunk.experts)
     starts: dict[tuple[int, int], dict[str, int]] = {}
@@ -493,11 +494,11 @@ def _read_rank(own: Path, sizes: Parallelism, place: RankPlace, slot: int, ahead
     path = legacy.find_model_file(own)
     state = _read_state(path)
     arguments = _arguments(state)
-    is_said = "tensor_model_parallel_size" in arguments
-    said = Parallelism.of_arguments(arguments, str(path)) if is_said else sizes
-    if said != sizes:
+    has_sizes = "tensor_model_parallel_size" in arguments
+    own_sizes = Parallelism.of_arguments(arguments, str(path)) if has_sizes else sizes
+    if own_sizes != sizes:
         raise FormatError(
-            f"{path} was saved by ranks of {said}, others by those of {sizes}; they are of "
+            f"{path} was saved by ranks of {own_sizes}, others by those of {sizes}; they are of "
             "different saves"
         )
     name = f"{ahead}{own.name}/{path.name}"
@@ -552,7 +553,7 @@ class _Builder:
     def find_unreadable(self, ranks: Iterable[RankFiles]) -> None:
         """Find the weights with a part of a special class on some rank."""
         for chunk in (chunk for rank in ranks for chunk in rank.chunks):
-            odd = {name: one for name, one in chunk.others.items() if is_tensor_call(one)}
+            odd = {name: value for name, value in chunk.others.items() if is_tensor_call(value)}
             known = {chunk.whole_name(name) for name in (*chunk.tensors, *odd)}
             for name, value in odd.items():
                 whole = modules.engine_name(chunk.whole_name(name), known)
