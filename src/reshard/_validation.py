@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
+# The widest elements have 16 bytes (complex128), so the bytes of this many still fit into int64.
 MAX_ELEMENTS = 2**59 - 1
 
 # Far above any machine, and low enough that a typing error does not exhaust memory.

@@ -29,6 +29,7 @@ from reshard.errors import RecipeError
 from reshard.geometry.regions import Region, bind_regions, multiply_runs
 from reshard.recipes.naming import Fusion
 
+# Each of these ranges is a request or a call of the system for a few bytes.
 MAX_BOXES = 100_000
 
 # A part of a tensor that the rank `slot` stores: (slot, region of a file in bytes).

@@ -76,6 +76,8 @@ def decompress(frame: Any, size_bytes: int, label: str) -> bytes:
     return content
 
 
+# A gap is a byte; this value adds 255 to the gap that the next byte ends, so that any gap can be
+# encoded.
 _SKIP = 255
 _PART_WORDS = 1 << 18
 _COUNT = np.dtype("<u4")

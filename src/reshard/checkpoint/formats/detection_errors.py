@@ -25,6 +25,7 @@ from typing import NamedTuple
 from reshard.checkpoint.storage.remote_paths import HUB_NAME, PARTS, RemotePath
 from reshard.text import first_text
 
+# Includes the magic number of tar, which is at byte 257.
 _HEAD_BYTES = 600
 _MAX_FILES = 4096
 _MAX_SHOWN = 4

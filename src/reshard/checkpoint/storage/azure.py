@@ -30,6 +30,7 @@ from reshard.checkpoint.storage.object_stores import (
 )
 from reshard.errors import MissingExtraError
 
+# Azure limits names of blocks to 64 bytes, and requires equal lengths for the blocks of a blob.
 _PREFIX = 16
 _DIGITS = 6
 

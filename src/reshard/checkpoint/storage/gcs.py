@@ -27,6 +27,7 @@ from reshard.checkpoint.storage.object_stores import (
 )
 from reshard.errors import MissingExtraError
 
+# The store's limit of sources for a request to compose.
 _COMPOSED_AT_A_TIME = 32
 _DELETIONS = 16
 _GIVE_UP_S = 120.0

@@ -51,6 +51,7 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 UNIVERSAL_FOLDER = "zero"
 UNIVERSAL_STATE = "zero/optimizer_state.pt"
+# The file contains the name of a folder, and names are limited to 255 bytes; more is another file.
 _MAX_TAG_BYTES = 4096
 _MAX_LISTED = 8
 

@@ -51,7 +51,9 @@ _MAX_CHUNKS_A_PART = 8
 
 # Smaller chunks are not aligned.
 _MIN_ALIGNED_BYTES = 16 << 10
+# Zarr's types are NumPy's and those of `ml_dtypes`, which have neither.
 _MISSING_TYPES = ("complex32", "float8_e4m3")
+# Values of these types are stored as NumPy's arrays, since JAX would cast its own.
 _WIDE_TYPES = ("int64", "uint64", "float64", "complex128")
 _NUMBERS = {bool: "bool", int: "int64", float: "float64"}
 

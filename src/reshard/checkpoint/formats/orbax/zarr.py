@@ -53,6 +53,7 @@ from reshard.layout import Box
 from reshard.text import parse_json
 
 MAX_CHUNKS = 1_000_000
+# The sum of two such numbers still fits into int64.
 _LARGEST = 2**62
 _NUMPY_TYPE = re.compile(r"([<>|=])([biufc])(\d{1,2})")
 _KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
@@ -355,7 +356,9 @@ def name_type(dtype: DType) -> str:
     return f"{'|' if dtype.itemsize_bytes == 1 else '<'}{letter}{dtype.itemsize_bytes}"
 
 
+# The offset and size of a chunk that a shard does not contain, by Zarr's `sharding_indexed` codec.
 _NOTHING = 2**64 - 1
+# Of the codec `crc32c`.
 _CHECKSUM_BYTES = 4
 
 

@@ -38,6 +38,7 @@ from reshard.checkpoint.formats.write_plan import NewFile
 from reshard.errors import FormatError, UsageError
 from reshard.runs import IntArray, find_distinct
 
+# Tensors begin at a page, so that files can be written by direct I/O and mapped.
 _ALIGNMENT_BYTES = 4096
 _TENSORS_A_PIECE = 8192
 _WRITTEN_BYTES = 1 << 18

@@ -234,6 +234,7 @@ def name_file(number: int, many: int) -> str:
     return SINGLE_FILE if many == 1 else f"model-{number:05d}-of-{many:05d}.safetensors"
 
 
+# The limit of safetensors for a header, which has more about each tensor.
 _LARGEST_INDEX_BYTES = 100_000_000
 
 

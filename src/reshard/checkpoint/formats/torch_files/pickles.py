@@ -32,6 +32,7 @@ from reshard.errors import FormatError, UsageError
 # Integers longer than sizes, offsets and states of generators only cost time.
 _MAX_INTEGER_BYTES = 40
 _MAX_READ_PROTOCOL = 5
+# The default of `torch.save`; `torch.load` warns of others.
 _WRITTEN_PROTOCOL = 2
 _UNSIGNED, _SIGNED = struct.Struct("<I").unpack_from, struct.Struct("<i").unpack_from
 # The memo's entry for a part that was released after a value had been built of it.

@@ -47,12 +47,14 @@ _NOT_STORED = -1
 _WIDE = 0xFFFFFFFF
 
 _PAGE_BYTES = 4096
+# The alignment of PyTorch's own archives.
 _SMALL_ALIGNMENT_BYTES = 64
 # Storages smaller than this are not worth a page's padding.
 _SMALL_BYTES = 4 * _PAGE_BYTES
 # Sizes and offsets above this are written in 64 bits. The directory, which follows the records, may
 # begin a little later in 32 bits.
 _MAX_NARROW = _WIDE - 1 - (1 << 20)
+# 0xFFFF refers to the 64-bit field.
 _MAX_NARROW_ENTRIES = 0xFFFE
 # The extra field of PyTorch's padding; readers skip fields that they do not know.
 _PADDING_ID = b"FB"
