@@ -218,6 +218,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         with contextlib.suppress(ValueError):
             begin, end = _find_tensors(text)
             content = parse_json((text[:begin] + b"{}" + text[end:]).decode())
+            # Otherwise a part of another object was taken for the tensors.
             if content.get("tensors") == {}:
                 return _parse(content, _read_entries(text, begin, end))
         content = parse_json(text.decode())

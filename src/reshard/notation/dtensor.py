@@ -842,7 +842,7 @@ def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tup
             objects.append(placement_types.Shard(value.dim))
         elif isinstance(value, StridedShard):
             objects.append(
-                # torch has no public name for this placement.
+                # torch lacks a public name for this placement.
                 placement_types._StridedShard(value.dim, split_factor=value.split_factor)
             )
         elif isinstance(value, Partial):

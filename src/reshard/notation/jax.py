@@ -285,7 +285,7 @@ def _read_tile_assignment(
     if not hasattr(sharding, "_device_assignment"):
         return parse_hlo(str(sharding), mesh, shape)
     # The numbers in the text are places in this list of devices.
-    # JAX has no public attribute for this list.
+    # JAX lacks a public attribute for this list.
     ids = [device.id for device in sharding._device_assignment]
     text = str(sharding._hlo_sharding)
     if mesh is not None:

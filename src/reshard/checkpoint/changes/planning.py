@@ -52,6 +52,7 @@ from reshard.text import count_text
 # Weights of layers that are matrices: projections, parts of experts, and the names of GPT-NeoX,
 # BERT and others. Routers, norms and embeddings are not among them.
 _MATRIX = r".*\.(\w*_proj\w*|w[123]|fc[12]?|c_fc|dense\w*|linear\w*|query\w*)\.weight"
+# transformers renamed `torch_dtype` to `dtype`.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 # Codes are stored as 8-bit integers, or packed into int32, as by GPTQ and AWQ.
 _CODE_TYPES = frozenset({"int8", "uint8", "int32"})
@@ -295,6 +296,7 @@ class _Change:
 
     def _own_dtype(self) -> DType | None:
         """Return the type of the model in config.json, or None."""
+        # Configurations of multimodal models have a section for the language model.
         texts = (self.config or {}).get("text_config")
         for section in (self.config or {}, texts if isinstance(texts, Mapping) else {}):
             for key in _DTYPE_KEYS:
@@ -418,6 +420,8 @@ def _is_matrix(tensor: StoredTensor) -> bool:
         len(tensor.shape) == 2
         and is_castable(tensor.dtype)
         and re.fullmatch(_MATRIX, tensor.name) is not None
+        # The names of layers have a number; those of other matrices, such as projections of images,
+        # do not.
         and re.search(r"\.\d+\.", tensor.name) is not None
     )
 

@@ -117,6 +117,7 @@ class PatchedTensor(Record):
                     f"{box} of tensor {self.name!r} has another digest than in the base of "
                     f"{first.path}. The base is another checkpoint, or damaged"
                 )
+        # The payloads follow the base among the sources.
         for number, (delta, tensor) in enumerate(self.steps, start=int(self.base is not None)):
             row = delta.find_record(tensor, block)
             if row is None:
@@ -310,6 +311,7 @@ def _read_rewritten(name: str, delta: Delta, entry: AuxiliaryBytes) -> bytes:
     with translate_os_errors("read the delta", delta.path), delta.path.open("rb") as file:
         file.seek(HEADER_BYTES + (entry.start_bytes or 0))
         content = read_up_to(file, entry.size_bytes)
+    # The digest is of the digests of pieces of this size.
     pieces = (content[at : at + PIECE_BYTES] for at in range(0, len(content), PIECE_BYTES))
     if tensor_digest(block_digest(piece) for piece in pieces).tensor != entry.digest:
         raise DigestError(
@@ -382,6 +384,7 @@ def plan_application(
                 )
     patched = patch(checkpoint, opened)
     check_files(checkpoint, patched)
+    # These two leave sharding and format as they are.
     if request.replace(replicas=None, most_file_bytes=None) == ConversionRequest():
         conversion = _keep_cut(checkpoint, patched, target, request)
     else:

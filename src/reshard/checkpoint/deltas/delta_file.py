@@ -68,6 +68,7 @@ def encode_value(value: Any, depth: int = 0) -> Any:
     """
     if depth > _MAX_DEPTH:
         raise UsageError(f"a value nested more than {_MAX_DEPTH} levels deep")
+    # Not isinstance: a subclass, such as an enum, would be read as its base class.
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -141,6 +142,7 @@ KINDS = ("kept", "changed", "added", "replaced")
 RECORD = np.dtype(
     [
         ("block", "<u8"),
+        # Not S16, from which NumPy strips zeros at the end.
         ("before", "V16"),
         ("start", "<u8"),
         ("size", "<u4"),
@@ -393,10 +395,12 @@ def _check_records(
     records: NDArray[Any], tensors: Mapping[str, DeltaTensor], payload_bytes: int
 ) -> None:
     """Raise FormatError for invalid records of changed blocks."""
+    # Signed, since differences of unsigned numbers wrap around.
     at = records["block"].astype(np.int64)
     if len(at) and ((np.diff(at) <= 0).any() or at[0] < 0):
         raise FormatError("changed blocks that are not in order")
     start, size = records["start"], records["size"].astype(np.uint64)
+    # A large start is found before its sum with the size can wrap around.
     if len(at) and ((start > payload_bytes).any() or (start + size > payload_bytes).any()):
         raise FormatError("a changed block outside of the payload")
     for tensor in tensors.values():
@@ -472,6 +476,7 @@ class DeltaWriter:
         if not self.path.parent.is_dir():
             parent = self.path.parent
             raise UsageError(f"{parent} is not a folder; create it first, or write elsewhere")
+        # A link to a missing file would be replaced too.
         if not overwrite and os.path.lexists(self.path):
             raise UsageError(f"{self.path} exists; give --overwrite to replace it")
         self._temporary = self.path.with_name(f".{self.path.name}.reshard-partial")
@@ -515,6 +520,8 @@ class DeltaWriter:
             # The content must be durable before the file gets its final name.
             sync(self._file.fileno())
             self._file.close()
+            # Before the rename: otherwise others could open the file under its name for a moment.
             restrict_mode(self._temporary, self._open_bits)
             self._temporary.replace(self.path)
+            # The new name is durable as soon as its folder is.
             sync_folder(self.path.absolute().parent)

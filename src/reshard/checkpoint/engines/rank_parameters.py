@@ -172,13 +172,13 @@ def _resolve(name: str, piece: SourcePiece, stored: StoredTensor) -> Iterator[Re
         strides = tuple(stride * itemsize for stride in piece.view.strides)
         yield Region(*piece.box, cells[0].container, start, strides)
         return
-    found = find_steps(stored.shape, piece.box.shape, piece.view.offset, piece.view.strides)
-    if found is None:
+    located = find_steps(stored.shape, piece.box.shape, piece.view.offset, piece.view.strides)
+    if located is None:
         raise RecipeError(
             f"{name!r} takes elements of {piece.source!r} across its dimensions, and that is cut "
             "over ranks in this checkpoint; make it whole first (--to full)"
         )
-    first, along = found
+    first, along = located
     # The piece has a single index of any source dimension that is not among its own dimensions.
     steps = {
         known[0]: (known[1], size)
@@ -395,12 +395,13 @@ def load_parameters(
                 )
     # Parameters that share memory are read once.
     first = {name: group[0] for group in own.tied for name in group}
-    found = RankParameters(checkpoint)
+    parameters = RankParameters(checkpoint)
     for name in dict.fromkeys(first.get(name, name) for name in wanted):
-        found.add_parameter(own.parameters[name], name)
-    bound = found.bound
+        parameters.add_parameter(own.parameters[name], name)
+    bound = parameters.bound
     whole = {name: Layout.whole(tensor.shape, [0], 1) for name, tensor in bound.tensors.items()}
     if out is not None:
+        # The last of equal keys counts: of tied parameters, the first is filled.
         out = {first.get(name, name): out[name] for name in reversed(wanted) if name in out}
     options = LoadOptions(out=out, threads=threads, readers_on_host=readers_on_host)
     arrays = load_layouts(bound, whole, 0, options)

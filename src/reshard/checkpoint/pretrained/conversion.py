@@ -185,6 +185,7 @@ def plan_for_pretrained(
         "source_names": names.convention,
         "dtype": request.dtype,
         "adapters": [str(as_path(path).resolve()) for path in request.adapters],
+        # A run with another config must not continue this conversion.
         "config": hashlib.blake2b(content, digest_size=16).hexdigest(),
     }
     return Conversion(

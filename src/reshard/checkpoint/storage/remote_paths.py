@@ -189,6 +189,7 @@ class RemotePath(PosixPath):
     def __new__(cls, *segments: str | os.PathLike[str]) -> RemotePath:
         return super().__new__(cls, *_split_addresses(segments))
 
+    # Since Python 3.12, paths parse their arguments in `__init__`.
     if sys.version_info >= (3, 12):
 
         def __init__(self, *segments: str | os.PathLike[str]) -> None:

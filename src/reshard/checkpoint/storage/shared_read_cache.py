@@ -213,6 +213,7 @@ class SharedReadCache(Closing):
         except FileNotFoundError:
             return None
         try:
+            # The system releases the lock of a process that ends, even if it is killed.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             # The member holds its lock, so its process is alive.
@@ -275,6 +276,7 @@ class SharedReadCache(Closing):
         inside = np.maximum(start[span], begin), np.minimum(stop[span], begin + PIECE_BYTES)
         share = size[span] * (inside[1] - inside[0]) // (stop - start)[span]
         rows = np.stack([first[span] + low[span] + step, share, *inside], axis=1)
+        # A header of a member without rows would be all zeros, which is that of an absent member.
         return _sum_rows(rows) if len(rows) else np.array([[-1, 0, 0, 0]], dtype=np.int64)
 
     # Pieces.
@@ -397,6 +399,7 @@ class SharedReadCache(Closing):
             with contextlib.suppress(FileExistsError):
                 self.folder.mkdir(mode=0o700)
             state = self.folder.stat(follow_symlinks=False)
+            # Shared memory is writable for all users, who can guess the name.
             if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
                 raise PermissionError(errno.EPERM, "it belongs to another user")
             try:

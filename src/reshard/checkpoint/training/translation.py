@@ -441,6 +441,7 @@ class _Translation:
         result: dict[str, float] = {}
         for group in groups:
             number = group.get(STEP)
+            # bool is a subclass of int.
             if isinstance(number, int | float) and not isinstance(number, bool):
                 result |= {p: float(number) for p in group.get(PARAMETERS, ()) if type(p) is str}
         for container in self.state.containers:
@@ -469,8 +470,8 @@ class _Translation:
         return float(np.frombuffer(content, tensor.dtype.numpy)[0])
 
     def _read_number(self, tensor: StoredTensor) -> float:
-        found = self._read_scalar(tensor)
-        number = -1.0 if found is None else found
+        scalar = self._read_scalar(tensor)
+        number = -1.0 if scalar is None else scalar
         if not 0 <= number < MAX_STEPS:
             raise FormatError(
                 f"{tensor.name!r} in {self.old.folder} should be a number of steps, and is "

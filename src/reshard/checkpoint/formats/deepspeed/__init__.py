@@ -158,8 +158,8 @@ def read_tag(folder: Path) -> str | None:
             tag = content.decode("utf-8").strip()
         except (OSError, UnicodeDecodeError):
             continue
-        is_one = len(content) <= _MAX_TAG_BYTES and tag.isprintable()
-        if tag and is_one and "/" not in tag and tag not in (".", ".."):
+        is_short = len(content) <= _MAX_TAG_BYTES and tag.isprintable()
+        if tag and is_short and "/" not in tag and tag not in (".", ".."):
             return tag
     return None
 

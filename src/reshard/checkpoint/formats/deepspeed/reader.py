@@ -98,6 +98,7 @@ class SaveReader:
 
     def _read_files(self) -> None:
         saved, folder = self.saved, self.saved.folder
+        # Under stage 3, each data-parallel rank has a file of weights too.
         names = saved.model_partitions or {(mp, 0): name for mp, name in saved.models.items()}
         self.models = self._read_each(saved_states.read_model_state, names)
         self.partitions = self._read_each(saved_states.read_partition, saved.partitions)
@@ -108,8 +109,8 @@ class SaveReader:
         self.ranks = max(counts) if counts else first.ranks if first else 1
         degrees = first.degrees if first else None
         # Old versions lack the degrees; layers have a file of each tensor-parallel rank.
-        of_layers = max((rank + 1 for _, rank in saved.layers), default=saved.mp_ranks)
-        self.stages, self.tensor_ranks = degrees or (saved.mp_ranks // of_layers, of_layers)
+        layer_ranks = max((rank + 1 for _, rank in saved.layers), default=saved.mp_ranks)
+        self.stages, self.tensor_ranks = degrees or (saved.mp_ranks // layer_ranks, layer_ranks)
         expect_complete(saved, self.ranks, max(saved.mp_ranks, self.stages * self.tensor_ranks))
         self.first = self.models[0, 0]
         self.joining = self.first.rest.get(INFO)
@@ -193,14 +194,14 @@ class SaveReader:
                 for name, shape in model.frozen.items():
                     self._add_frozen(mp, name, shape)
         experts, layers = self.saved.experts, self.saved.layers
-        of_experts = self._read_each(saved_states.read_tensors, experts)
+        expert_tensors = self._read_each(saved_states.read_tensors, experts)
         for key, file in experts.items():
-            for name, archived in of_experts[key].items():
+            for name, archived in expert_tensors[key].items():
                 self.collector.add_copy(name, file, archived, self.slot(key[2], 0))
-        of_layers = self._read_each(saved_states.read_tensors, layers)
+        layer_tensors = self._read_each(saved_states.read_tensors, layers)
         seen: set[tuple[str, int]] = set()
         for (layer, rank), file in layers.items():
-            tensors = of_layers[layer, rank]
+            tensors = layer_tensors[layer, rank]
             shapes = {
                 name: shape
                 for (mp, _), model in self.models.items()
@@ -338,6 +339,7 @@ class SaveReader:
                     if not isinstance(value, ArchivedTensor):
                         path = ("optimizer", "state", name, key)
                         self.values.add(own, value, path, first.file)
+                    # Stages 1 and 2 save state with padding, and the float32 weights without it.
                     elif len(value.shape) == 1 and value.shape[0] >= size:
                         stored = []
                         for piece in pieces:

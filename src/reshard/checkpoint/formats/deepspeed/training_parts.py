@@ -152,8 +152,8 @@ class TrainingParts(Record):
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of the state of all parameters, except float32 weights."""
-        found = dict.fromkeys(key for keys in self.states.values() for key in keys)
-        return tuple(key for key in found if key != MASTER)
+        distinct = dict.fromkeys(key for keys in self.states.values() for key in keys)
+        return tuple(key for key in distinct if key != MASTER)
 
 
 def find_parts(shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> TrainingParts:
@@ -223,10 +223,10 @@ def _find_states(shapes: Mapping[str, Shape]) -> dict[str, tuple[str, ...]]:
 def _find_groups(
     values: Mapping[str, Any], parameters: Mapping[str, Shape], notes: list[str]
 ) -> tuple[ParameterGroup, ...]:
-    given = values.get(GROUPS)
+    described = values.get(GROUPS)
     groups: list[ParameterGroup] = []
-    if isinstance(given, list):
-        for group in given:
+    if isinstance(described, list):
+        for group in described:
             names = group.get(_PARAMS) if isinstance(group, dict) else None
             if not isinstance(names, list):
                 raise UsageError(
@@ -420,21 +420,22 @@ def plan_flat(
 
 def plan_own(parts: TrainingParts, ranks: int, zero: Mapping[str, Any]) -> FlatPlan:
     """Return the partitions of stage 3: sub-groups of at most `sub_group_size` elements a rank."""
-    most = zero.get("sub_group_size", _DEFAULT_SUB_GROUP)
-    if not isinstance(most, int | float) or most <= 0:
-        most = _DEFAULT_SUB_GROUP
+    limit = zero.get("sub_group_size", _DEFAULT_SUB_GROUP)
+    # Configurations often have 1e9, which JSON reads as a float.
+    if not isinstance(limit, int | float) or limit <= 0:
+        limit = _DEFAULT_SUB_GROUP
     everyone = tuple(range(ranks))
     copies: list[tuple[GroupCopy, ...]] = []
     owners, sizes = [], []
     pieces: dict[str, tuple[Region, ...]] = {}
     for number, group in enumerate(parts.groups):
         elements = [math.prod(parts.shapes[name]) for name in group.names]
-        for members in sub_groups([part_size(element, ranks) for element in elements], int(most)):
+        for members in sub_groups([part_size(element, ranks) for element in elements], int(limit)):
             offset = 0
             for member in members:
                 pieces[group.names[member]] = own_pieces(elements[member], ranks, offset)
                 offset += part_size(elements[member], ranks)
-            copies.append((GroupCopy(everyone, tuple(group.names[one] for one in members)),))
+            copies.append((GroupCopy(everyone, tuple(group.names[index] for index in members)),))
             owners.append(number)
             sizes.append(offset)
     paddings = tuple((0,) * len(copy.names) for (copy,) in copies)

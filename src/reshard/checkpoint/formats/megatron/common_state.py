@@ -249,6 +249,7 @@ def chain_of(state: Any) -> Iterator[dict[str, Any]]:
     """Yield the states of the optimizers in a chain, or of a single optimizer."""
     if isinstance(state, list | tuple):
         members: Sequence[Any] = state
+    # `sharded_state_dict` of a chain has the optimizers by number, `state_dict` has a list.
     elif isinstance(state, dict) and state and all(type(key) is int for key in state):
         members = [state[key] for key in sorted(state)]
     else:
@@ -358,7 +359,7 @@ def nest_values(
 
     Arguments are in a Namespace, with the `sizes` of the target's axes.
     """
-    values = {name: one for name, one in values.items() if not name.startswith("optimizer.")}
+    values = {name: value for name, value in values.items() if not name.startswith("optimizer.")}
     values = with_parallelism(values, sizes)
     known = {name: paths.get(name) or tuple(name.split(".")) for name in values}
     state: dict[str, Any] = unflatten_state(values, settle_paths(values, known))
@@ -366,7 +367,7 @@ def nest_values(
     if isinstance(arguments, dict):
         own = {key: _as_type(value) for key, value in arguments.items()}
         state["args"] = Call(_NAMESPACE, (), own, is_new=True)
-    return {**state, **{name: one for name, one in DEFAULTS.items() if name not in state}}
+    return {**state, **{name: value for name, value in DEFAULTS.items() if name not in state}}
 
 
 def is_own_value(name: str, value: Any) -> bool:

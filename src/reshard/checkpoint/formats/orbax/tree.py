@@ -194,7 +194,7 @@ def join_sequences(
     {('g',): [{'lr': 0.1}, {'lr': 0.2}], ('n',): 3}
     """
     inner = {path[:size] for path in tensors for size in range(len(path))}
-    found: dict[TreePath, Any] = {}
+    joined: dict[TreePath, Any] = {}
     for path, value in values.items():
         sizes = (
             size
@@ -203,10 +203,10 @@ def join_sequences(
         )
         size = next(sizes, len(path))
         if size == len(path):
-            found[path] = value
+            joined[path] = value
             continue
-        _put(found.setdefault(path[:size], {}), path[size:], value)
-    return {path: _as_sequences(value) for path, value in found.items()}
+        _put(joined.setdefault(path[:size], {}), path[size:], value)
+    return {path: _as_sequences(value) for path, value in joined.items()}
 
 
 def _put(content: dict[Any, Any], keys: Sequence[Any], value: Any) -> None:
@@ -220,10 +220,10 @@ def _as_sequences(value: Any) -> Any:
     """Return a dict with the keys 0, 1, 2, ... as a list, and other values unchanged."""
     if not isinstance(value, dict) or not value:
         return value
-    made = {key: _as_sequences(one) for key, one in value.items()}
-    if all(isinstance(key, int) for key in made) and sorted(made) == list(range(len(made))):
-        return [made[key] for key in sorted(made)]
-    return {str(key): one for key, one in made.items()}
+    parts = {key: _as_sequences(part) for key, part in value.items()}
+    if all(isinstance(key, int) for key in parts) and sorted(parts) == list(range(len(parts))):
+        return [parts[key] for key in sorted(parts)]
+    return {str(key): part for key, part in parts.items()}
 
 
 def flatten(path: TreePath, value: Any) -> list[tuple[TreePath, Any]]:
@@ -235,7 +235,7 @@ def flatten(path: TreePath, value: Any) -> list[tuple[TreePath, Any]]:
     if not isinstance(value, list | tuple | dict) or not value:
         return [(path, value)]
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return [leaf for key, one in pairs for leaf in flatten((*path, key), one)]
+    return [leaf for key, inner in pairs for leaf in flatten((*path, key), inner)]
 
 
 def kind_of(value: Any) -> str | None:
@@ -247,6 +247,7 @@ def kind_of(value: Any) -> str | None:
     if isinstance(value, bool | float):
         return SCALAR
     if isinstance(value, int):
+        # Scalars are stored as int64.
         return SCALAR if -(2**63) <= value < 2**63 else None
     if isinstance(value, str):
         return STRING
@@ -281,21 +282,22 @@ class PackedArray(NamedTuple):
 
 @dataclass
 class _PackReader:
-    """A parser of MessagePack at an offset of a file's content."""
+    """A parser of MessagePack in bytes `at:end` of a file's content."""
 
     content: bytes
     label: str
-    at: int = 0
+    at: int
+    end: int
 
     def fail(self, problem: str) -> FormatError:
         return FormatError(f"{self.label} {problem} at byte {self.at}; it is damaged")
 
     def take(self, size: int) -> bytes:
-        result = self.content[self.at : self.at + size]
-        if len(result) != size:
+        start, stop = self.at, self.at + size
+        if stop > self.end:
             raise self.fail("ends early")
-        self.at += size
-        return result
+        self.at = stop
+        return self.content[start:stop]
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
@@ -353,16 +355,18 @@ class _PackReader:
         return result
 
     def _check(self, size: int) -> int:
-        if size > len(self.content) - self.at:
+        # An entry takes a byte at least, so a wrong size is found before it costs memory.
+        if size > self.end - self.at:
             raise self.fail(f"has {size} entries in what is left")
         return size
 
     def _extension(self, size: int) -> Any:
         kind = self.number(">b")
         end = self.at + size
-        if end > len(self.content):
+        if end > self.end:
             raise self.fail("ends early")
-        inner = _PackReader(self.content[:end], self.label, self.at)
+        # Not a slice of the content, which would be copied for every array.
+        inner = _PackReader(self.content, self.label, self.at, end)
         self.at = end
         if kind in (_ARRAY, _SCALAR):
             return inner._array()
@@ -408,7 +412,7 @@ def read_aggregate(path: Path) -> list[tuple[TreePath, Any]]:
     Raises FormatError for a file that is damaged, or too large to be read as a whole.
     """
     content = read_file(path, MAX_BYTES)
-    reader = _PackReader(content, str(path))
+    reader = _PackReader(content, str(path), 0, len(content))
     tree = reader.value()
     if reader.at != len(content) or not isinstance(tree, dict):
         raise reader.fail("is not a single map")

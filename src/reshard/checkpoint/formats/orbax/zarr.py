@@ -118,12 +118,12 @@ class ArrayMetadata(Record):
     @property
     def strides(self) -> tuple[int, ...]:
         """The strides of a chunk's dimensions, in elements."""
-        found = [0] * len(self.chunk)
+        strides = [0] * len(self.chunk)
         step = 1
         for dimension in reversed(self.order):
-            found[dimension] = step
+            strides[dimension] = step
             step *= self.chunk[dimension]
-        return tuple(found)
+        return tuple(strides)
 
     def list_keys(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the keys of the array, each with the index at which its part begins."""
@@ -131,6 +131,7 @@ class ArrayMetadata(Record):
         for at in itertools.product(*map(range, counts)):
             start = tuple(i * step for i, step in zip(at, self.shard, strict=True))
             parts = [self.prefix, *map(str, at)] if self.prefix else list(map(str, at))
+            # The key of the only chunk of an array without dimensions, by Zarr 2.
             yield self.separator.join(parts) or "0", start
 
     def box(self, start: tuple[int, ...]) -> Box | None:
@@ -167,20 +168,21 @@ def read_array(content: bytes, label: str) -> ArrayMetadata:
     return result
 
 
-def _check(found: ArrayMetadata, label: str) -> None:
-    dims = len(found.shape)
-    for what in (found.chunk, found.shard):
+def _check(array: ArrayMetadata, label: str) -> None:
+    dims = len(array.shape)
+    for what in (array.chunk, array.shard):
         if len(what) != dims or any(step < 1 for step in what):
-            raise FormatError(f"{label} has chunks {list(what)} of shape {list(found.shape)}")
-    grid = math.prod(-(-n // step) for n, step in zip(found.shape, found.shard, strict=True))
-    inner = math.prod(found.index.counts) if found.index else 1
+            raise FormatError(f"{label} has chunks {list(what)} of shape {list(array.shape)}")
+    grid = math.prod(-(-n // step) for n, step in zip(array.shape, array.shard, strict=True))
+    inner = math.prod(array.index.counts) if array.index else 1
     if grid * inner > MAX_CHUNKS:
         raise FormatError(
             f"{label} has {grid * inner} chunks, {MAX_CHUNKS} are the most that are read; save it "
             "with larger chunks"
         )
-    if found.chunk_bytes > _LARGEST or math.prod(found.shape) > _LARGEST // 16:
-        raise FormatError(f"{label} has the shape {list(found.shape)}, more than any file holds")
+    # The widest elements have 16 bytes.
+    if array.chunk_bytes > _LARGEST or math.prod(array.shape) > _LARGEST // 16:
+        raise FormatError(f"{label} has the shape {list(array.shape)}, more than any file holds")
 
 
 def _read_zarr2(described: Mapping[str, Any], label: str) -> ArrayMetadata:
@@ -222,6 +224,7 @@ def _read_zarr3(described: Mapping[str, Any], label: str) -> ArrayMetadata:
         raise FormatError(f"{label} is not an array with a regular grid")
     encoding = described.get("chunk_key_encoding", {"name": "default"})
     default = encoding["name"] == "default"
+    # The defaults of the specification for the encodings `default` and `v2`.
     separator = encoding.get("configuration", {}).get("separator", "/" if default else ".")
     shape = _read_shape(described["shape"])
     shard = _read_shape(described["chunk_grid"]["configuration"]["chunk_shape"])
@@ -229,26 +232,26 @@ def _read_zarr3(described: Mapping[str, Any], label: str) -> ArrayMetadata:
     if codecs[0]["name"] == "sharding_indexed":
         sharding = codecs[0]["configuration"]
         if len(codecs) > 1:
-            raise _refuse_codec([one["name"] for one in codecs[1:]], label)
+            raise _refuse_codec([entry["name"] for entry in codecs[1:]], label)
         chunk, codecs = _read_shape(sharding["chunk_shape"]), sharding["codecs"]
         counts = tuple(a // b for a, b in zip(shard, chunk, strict=True))
         if any(a % b for a, b in zip(shard, chunk, strict=True)):
             raise FormatError(f"{label} has chunks {list(chunk)} in shards {list(shard)}")
-        names = [one["name"] for one in sharding["index_codecs"]]
+        names = [entry["name"] for entry in sharding["index_codecs"]]
         if names not in (["bytes"], ["bytes", "crc32c"]):
             raise _refuse_codec(names, label)
         place = sharding.get("index_location", "end")
         index = ShardIndex(counts, place == "end", "crc32c" in names)
     order = tuple(range(len(shape)))
     codec, has_checksum = "", False
-    for number, one in enumerate(codecs):
-        name, given = one["name"], one.get("configuration") or {}
+    for number, entry in enumerate(codecs):
+        name, settings = entry["name"], entry.get("configuration") or {}
         if name == "transpose" and number == 0:
-            order = tuple(map(int, given["order"]))
+            order = tuple(map(int, settings["order"]))
             if sorted(order) != list(range(len(shape))):
                 raise FormatError(f"{label} has dimensions in the order {order}")
         elif name == "bytes":
-            if given.get("endian", "little") != "little":
+            if settings.get("endian", "little") != "little":
                 raise _refuse_codec(["bytes, big-endian"], label)
         elif name in CODECS and not codec and not has_checksum:
             codec = CODECS[name]
@@ -275,6 +278,7 @@ def _read_zarr3(described: Mapping[str, Any], label: str) -> ArrayMetadata:
 
 def _read_shape(value: Any) -> tuple[int, ...]:
     result = tuple(value)
+    # NumPy 1 supports 32 dimensions.
     if len(result) > 32 or any(type(n) is not int or not 0 <= n <= _LARGEST for n in result):
         raise ValueError(f"shape {str(value)[:100]}")
     return result
@@ -304,6 +308,7 @@ def _find_type(name: str, label: str) -> DType:
     (DType('float32'), DType('bfloat16'), DType('uint8'))
     """
     match = _NUMPY_TYPE.fullmatch(name)
+    # Elements of a single byte have no byte order.
     if match and match[1] == ">" and match[3] != "1":
         raise UnreadableTensorError(
             f"an array whose {label} has elements {name!r}, with the greatest byte first; save it "
@@ -460,12 +465,13 @@ def list_chunks(
                 for at in itertools.product(*map(range, array.index.counts))
             )
             inner = None if value is None else _list_inner(value, array, label, values.folder)
+            # `repeat` is endless, so the lengths differ.
             chunks = zip(starts, itertools.repeat(None) if inner is None else inner, strict=False)
-        for at, one in chunks:
+        for at, chunk in chunks:
             box = array.box(at)
             if box is None:
                 continue
-            if one is None:
+            if chunk is None:
                 # A missing chunk is all zeros if the checkpoint omits such chunks.
                 if has_all or not array.fills_zeros:
                     raise CoverageError(
@@ -473,16 +479,16 @@ def list_chunks(
                         "was not written completely"
                     )
                 yield box, packed.add(anchor, PackedChunk.of(label, array, None))
-            elif one.place is not None and not array.codec and not array.has_checksum:
-                if one.size_bytes != array.chunk_bytes:
+            elif chunk.place is not None and not array.codec and not array.has_checksum:
+                if chunk.size_bytes != array.chunk_bytes:
                     raise FormatError(
-                        f"{label} has {one.size_bytes} bytes, expected {array.chunk_bytes} for "
+                        f"{label} has {chunk.size_bytes} bytes, expected {array.chunk_bytes} for "
                         f"chunks {list(array.chunk)} of {array.dtype.name}"
                     )
-                yield box, one.place
+                yield box, chunk.place
             else:
-                place = anchor if one.place is None else one.place.path
-                yield box, packed.add(place, PackedChunk.of(label, array, one))
+                place = anchor if chunk.place is None else chunk.place.path
+                yield box, packed.add(place, PackedChunk.of(label, array, chunk))
 
 
 def _list_inner(

@@ -61,6 +61,7 @@ from reshard.mesh import DeviceMesh
 from reshard.notation import dtensor
 from reshard.sharding import ShardingSpec
 
+# DTensor was in `_tensor` before PyTorch 2.5, and is still named so in the pickles of that time.
 _WRAPPERS = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
 _MAX_RANKS = 1 << 20
 
@@ -287,6 +288,7 @@ def _placement(where: str, call: Call) -> dtensor.Placement:
             return dtensor.StridedShard(dim, factor)
         case "Replicate", _:
             return dtensor.Replicate()
+        # `_Partial` in early versions of PyTorch.
         case (("Partial" | "_Partial"), _):
             return dtensor.Partial()
     raise FormatError(
@@ -356,12 +358,12 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
                 states.parts.setdefault(own, {})[file.rank] = file.name, part
         for name, by_rank in values.items():
             name = OPTIMIZER_PREFIX + name if kind == OPTIMIZER else name
-            found = [*by_rank.values()]
+            listed = [*by_rank.values()]
             # By their texts too, in which a NaN is equal to itself.
-            first, text = found[0], repr(found[0])
-            are_equal = all(value == first or repr(value) == text for value in found)
-            if len(found) == len(files) and are_equal:
-                states.values[name] = found[0]
+            first, text = listed[0], repr(listed[0])
+            are_equal = all(value == first or repr(value) == text for value in listed)
+            if len(listed) == len(files) and are_equal:
+                states.values[name] = listed[0]
             else:
                 of_ranks = by_rank.items()
                 states.values.update({name_of_rank(name, r, len(files)): v for r, v in of_ranks})
@@ -380,12 +382,12 @@ def list_parameters(
     tied tensors, the first counts.
     """
     model = {name: own for name, own in parts.items() if not name.startswith(OPTIMIZER_PREFIX)}
-    says_cuts = any(not part.is_plain for own in model.values() for _, part in own.values())
+    are_described = any(not part.is_plain for own in model.values() for _, part in own.values())
     seen = set()
     names = []
     for name, own in model.items():
         first = next(iter(own.values()))[1]
-        if (says_cuts and first.is_plain and name not in cut) or name.startswith("rank_"):
+        if (are_described and first.is_plain and name not in cut) or name.startswith("rank_"):
             continue
         place = tuple(
             (rank, file, tensor.start_bytes, tensor.view, tensor.shape)
@@ -393,6 +395,7 @@ def list_parameters(
             for tensor in part.tensors
             if tensor.storage_bytes
         )
+        # Tensors without storage share no bytes, so they are not tied.
         if not place or place not in seen:
             names.append(name)
         seen.add(place)
@@ -474,6 +477,7 @@ def join_parts(folder: Path, name: str, parts: Parts, slots: int) -> StoredTenso
         if len(shardings) == 1 and None not in shardings:
             return bind_sharding(folder, name, parts, next(iter(shardings)), slots)
         return _bind_boxes(folder, name, parts, slots)
+    # These name the files already.
     except (CoverageError, FormatError):
         raise
     except ReshardError as error:
@@ -504,6 +508,7 @@ def bind_sharding(
     for rank, (file, part) in parts.items():
         expected = layout.local_shape(rank) if rank < layout.slots else None
         local = part.tensors[0].shape
+        # A rank outside of a DTensor's mesh has a local tensor without elements.
         if expected != local and not (expected is None and 0 in local):
             raise FormatError(
                 f"tensor {name!r} of {list(shape)}, cut by `{sharding}`: rank {rank} has "

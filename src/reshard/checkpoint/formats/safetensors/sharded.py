@@ -150,6 +150,7 @@ class ShardedFormat(CheckpointFormat):
         metadata, offsets_key = {"format": "pt", **metadata}, None
         if not len(interleaved):
             offsets_key = SHARDING_INFO_KEY
+            # Each file gets its own offsets in place of the empty text.
             metadata |= {VERSION_KEY: "1.0", offsets_key: "", FILES_KEY: str(len(ranks))}
         placed = {}
         for rank in ranks:
@@ -166,6 +167,7 @@ class ShardedFormat(CheckpointFormat):
                 [first_indices(*cuts[n][1:])[rank] for n in there.tolist()],
             )
         many, total = max(map(len, placed.values())), sum(map(len, placed.values()))
+        # A rank's tensors may take several files, which is known only now.
         if total > len(ranks) and offsets_key:
             metadata |= {FILES_KEY: str(total)}
             placed = {
@@ -419,20 +421,20 @@ def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
         ) from error
     checked: set[tuple[tuple[int, ...], int]] = set()
     for name, number in zip(columns.names, columns.kind.tolist(), strict=True):
-        found = offsets[name]
+        start = offsets[name]
         # Values such as True are equal to numbers, and lists are not hashable: these are checked.
-        if all(type(offset) is int for offset in found) and (found, number) in checked:
+        if all(type(offset) is int for offset in start) and (start, number) in checked:
             continue
         shape = columns.kinds[number][1]
-        if len(found) != len(shape) or not all(
+        if len(start) != len(shape) or not all(
             type(offset) is int and 0 <= offset <= LARGEST_OFFSET - size
-            for offset, size in zip(found, shape, strict=True)
+            for offset, size in zip(start, shape, strict=True)
         ):
             raise FormatError(
-                f"{path}: offsets {list(found)} of {name!r}, expected "
+                f"{path}: offsets {list(start)} of {name!r}, expected "
                 f"{len(shape)} numbers of 0 or more"
             )
-        checked.add((found, number))
+        checked.add((start, number))
     return offsets
 
 

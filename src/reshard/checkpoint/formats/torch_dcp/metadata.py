@@ -308,6 +308,7 @@ def _check_name(name: object, label: str) -> None:
     if not isinstance(name, str):
         raise FormatError(f"{label}: the name {name!r} in state_dict_metadata is not text")
     try:
+        # Text of a pickle may have lone surrogates, which targets cannot write.
         name.encode("utf-8")
     except UnicodeEncodeError as error:
         raise FormatError(f"{label}: the name {name!r} is not text that UTF-8 can say") from error
@@ -343,6 +344,7 @@ def metadata_pickle(metadata: DcpMetadata) -> bytes:
         for name, tensor in metadata.tensors.items():
             for number, chunk in enumerate(tensor.chunks):
                 offset = _size(chunk.box.start)
+                # `index` is a hint: PyTorch compares the others.
                 index = _object("MetadataIndex", fqn=name, index=number, offset=offset)
                 yield index, _storage_info(chunk.place)
         for name, item in metadata.items.items():
@@ -363,6 +365,7 @@ def metadata_pickle(metadata: DcpMetadata) -> bytes:
 
 
 def _object(name: str, module: str = _METADATA, **attributes: Any) -> Call:
+    # Python pickles an object without attributes without a state.
     return Call(_make_global(module, name), (), attributes or None, is_new=True)
 
 
@@ -446,7 +449,7 @@ def merge_rank_metadata(
         unlike |= dict.fromkeys(part.other_attributes)
     attributes, differing = _join_attributes([part for _, part in parts])
     other_attributes = (*unlike, *(name for name in differing if name not in unlike))
-    tensors = {name: one for name, one in tensors.items() if name not in unreadable}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in unreadable}
     metadata = DcpMetadata(tensors, items, paths, other_attributes, attributes, unreadable)
     return metadata, copies, others
 
@@ -475,4 +478,6 @@ def _join_attributes(
                 joined[name] = {**value, **first}
             elif first != value:
                 differing[name] = None
-    return {name: one for name, one in joined.items() if name not in differing}, tuple(differing)
+    return {name: value for name, value in joined.items() if name not in differing}, tuple(
+        differing
+    )

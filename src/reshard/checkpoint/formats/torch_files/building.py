@@ -101,6 +101,7 @@ def new_object(module: str, name: str, state: Any) -> Call:
     return Call(Global(module, name), (), state, is_new=True)
 
 
+# Storages of equal sizes are different: they are keys by identity.
 @dataclass(frozen=True, slots=True, eq=False)
 class NewStorage:
     """A storage of `elements` elements, which several tensors may view.
@@ -240,6 +241,7 @@ class NewTorchFile(NewFile):
             if storage.content is not None:
                 crc32 = zlib.crc32(storage.content)
             else:
+                # The CRC-32 of no bytes is 0.
                 crc32 = checksum(start, size) if size else 0
             extra = padded_extra(header_bytes, name, size)
             yield header_bytes, local_header(name, UTF8, crc32, size, extra)

@@ -89,7 +89,7 @@ ReadAhead = Callable[[Iterable[tuple[int, int]]], None]
 ZIP_MAGIC = LOCAL_SIGNATURE
 # The pickle of PyTorch's number 0x1950a86a20f9469cfc6c.
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-# `PROTOCOL_VERSION` of `torch.serialization`, which has not changed since it exists.
+# `PROTOCOL_VERSION` of `torch.serialization`, unchanged since it exists.
 _LEGACY_PROTOCOL = 1001
 # A million tensors take about 150 MB of pickle, and 100 MB of directory; a tensor takes a few
 # hundred bytes of each.

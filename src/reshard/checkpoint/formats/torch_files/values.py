@@ -51,6 +51,7 @@ TYPED_STORAGES = {
     "ComplexDoubleStorage": "complex128",
 }
 _UNTYPED_STORAGES = ("UntypedStorage", "_UntypedStorage")
+# NumPy 2 renamed `core` to `_core`.
 _NUMPY_CORE = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMPY_CODE = r"[biufc](1|2|4|8|16)"
 _EXPLANATIONS = {
@@ -114,6 +115,7 @@ class ValueBuilder:
             case _:
                 return Reference(key)
         element = TYPED_STORAGES.get(kind)
+        # The pattern `int()` matches bool and negative numbers too.
         if (element is None and kind not in _UNTYPED_STORAGES) or not is_size(count):
             return Reference(key)
         storage = self._storages.get((kind, record, count))
@@ -214,6 +216,7 @@ class ValueBuilder:
         """Build the dict of an ordered dict, of pairs or empty."""
         pairs = arguments[0] if len(arguments) == 1 else []
         if not isinstance(pairs, list) or not all(
+            # Other keys may not be hashable.
             isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str | int)
             for pair in pairs
         ):
@@ -332,6 +335,7 @@ def _numpy_dtype(value: object) -> np.dtype[Any] | None:
     if order not in ("<", "|", "="):
         return None
     try:
+        # Some letters lack some sizes: NumPy knows neither f1 nor b2.
         return np.dtype(code)
     except TypeError:
         return None
