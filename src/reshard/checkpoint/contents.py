@@ -141,6 +141,7 @@ class StoredTensor(Record):
         stored = self.stored_layout
         change = LayoutChange(stored, _make_whole(self.shape, stored.slots))
         try:
+            # Raises PlanError if no shard holds some of the elements.
             _ = change.routes
         except PlanError:
             hole = missing_box(stored)

@@ -118,8 +118,8 @@ class HostProcesses:
 
     def collect(self, value: Value) -> list[Value]:
         """Return the values of this host's processes, on every process of the host."""
-        found = self._everybody.collect(value)
-        return [found[rank] for rank in self._members]
+        values = self._everybody.collect(value)
+        return [values[rank] for rank in self._members]
 
     def check(self) -> None:
         """Check the processes of all hosts. Raises RunError if any has failed or ended."""
@@ -157,6 +157,7 @@ class GlooProcesses:
         self._last_look_s = 0.0
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._stop = threading.Event()
+        # A daemon, so that a process that ends without `close` does not wait for it.
         self._beating = threading.Thread(target=self._beat, name="reshard-alive", daemon=True)
         self._beating.start()
 
@@ -306,9 +307,11 @@ def _open_store(distributed: Any, rank: int, wait_s: float) -> Any:
     if not is_server:
         _wait_for_server(host, port, wait_s)
     timeout = datetime.timedelta(seconds=wait_s)
+    # `_meet_first` waits for the others, and reports which are missing.
     store = distributed.TCPStore(
         host, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=True
     )
+    # The agent's store outlives a restart of the processes, with the keys of the earlier attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return distributed.PrefixStore(f"reshard/{attempt}", store)
 

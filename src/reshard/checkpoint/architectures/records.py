@@ -62,7 +62,6 @@ def find_recorded_differences(
     if chosen is None or any(_find(full, key) != kind for key, kind in record["types"].items()):
         return None
     prefix = f"{record['prefix']}."
-
     names = [chosen]
     if any_class:
         names += [name for name in record["classes"] if name != chosen]
@@ -249,7 +248,7 @@ def list_row(
     lengths = tuple(None if length == OPEN else find_number(length, config) for length in shape)
     terms, is_negated = (when["unless"], True) if isinstance(when, Mapping) else (when, False)
     is_numbered = any(parse_condition(term).index_names for term in terms)
-    found, parts = {}, pattern.split("*")
+    tensors, parts = {}, pattern.split("*")
     # Terms depend on the first number of a name only, so they are evaluated once for each.
     there: dict[tuple[int, ...], bool] = {}
     for numbers in itertools.product(*(range(size or 0) for size in sizes)):
@@ -260,8 +259,8 @@ def list_row(
             name = parts[0]
             for number, rest in zip(numbers, parts[1:], strict=True):
                 name += f"{number}{rest}"
-            found[name] = lengths
-    return found
+            tensors[name] = lengths
+    return tensors
 
 
 def is_closed(row: tuple[str, list[str], Any, Any]) -> bool:

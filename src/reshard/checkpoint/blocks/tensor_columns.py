@@ -338,8 +338,8 @@ def bind_shards(
         listed[rows] = after[which]
     pairs, _, kind_of = find_distinct(np.column_stack([kind, listed]))
     listed_kinds = []
-    for of, where in pairs.tolist():
-        element, layout, spec = kinds[of]
+    for number, where in pairs.tolist():
+        element, layout, spec = kinds[number]
         slots = tuple((rank, None) for rank, _ in places[where])
         names_of_files = tuple(file for _, file in places[where])
         listed_kinds.append(TensorKind(element, layout, slots, names_of_files, spec))

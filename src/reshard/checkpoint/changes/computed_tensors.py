@@ -228,18 +228,18 @@ def cast_blocks(
         out: memory for all of them.
     """
     blocks, counts, end = [], CastCounts(), 0
-    for of, (kind, target) in zip(read, types, strict=True):
-        elements = of.size_bytes // kind.itemsize_bytes
+    for section, (kind, target) in zip(read, types, strict=True):
+        elements = section.size_bytes // kind.itemsize_bytes
         size = elements * target.itemsize_bytes
         end += -end % target.itemsize_bytes
-        at = end + np.arange(len(of.at), dtype=np.int64) * size
-        for a, b in split_equal_steps(of.at):
-            elements_of = strided_arrays(of.memory, kind.storage, (elements,), of.at[a:b])
+        at = end + np.arange(len(section.at), dtype=np.int64) * size
+        for a, b in split_equal_steps(section.at):
+            stepped = strided_arrays(section.memory, kind.storage, (elements,), section.at[a:b])
             begin, count = int(at[a]), (b - a) * elements
             rounded = np.frombuffer(out, target.storage, count, begin)
-            counts += cast_elements(elements_of.reshape(-1), kind, rounded, target)
+            counts += cast_elements(stepped.reshape(-1), kind, rounded, target)
         blocks.append(BlockMemory(out, at, size))
-        end += len(of.at) * size
+        end += len(section.at) * size
     return blocks, counts
 
 

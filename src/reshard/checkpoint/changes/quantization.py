@@ -112,12 +112,12 @@ class DequantizedWeight(Record):
     @cached_property
     def _parts(self) -> tuple[tuple[str, str, StoredTensor], ...]:
         """The role, the coding and the stored tensor of each part of the values."""
-        found = []
+        parts = []
         for end, role, coding in find_method(self.weight.method).values:
             name = make_stored_name(self.weight.name, end)
             if name is not None and name in self.stored:
-                found.append((role, coding, self.stored[name]))
-        return tuple(found)
+                parts.append((role, coding, self.stored[name]))
+        return tuple(parts)
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
@@ -309,6 +309,7 @@ class Float8Weight(Record):
         """Write the box's elements or scales; blocks that are partly in the box are read whole."""
         counts = CastCounts()
         for part, bare in self._read_pieces(box, read):
+            # A copy, since `scale_blocks` divides the rows in place.
             rows = np.array(as_float32(bare, self.source.dtype))
             counts += CastCounts(not_finite=int(np.count_nonzero(~np.isfinite(rows))))
             scales = scale_blocks(rows, BLOCK, MAX_E4M3FN, _find_largest)

@@ -73,14 +73,14 @@ class FinishedBlocks(NamedTuple):
         >>> FinishedBlocks.read(np.array([(3, 7, b"a digest: 16 byt")], _BLOCK).tobytes())
         FinishedBlocks(tensors=array([3]), blocks=array([7]), digests=b'a digest: 16 byt')
         """
-        found = np.frombuffer(records, dtype=_BLOCK)
+        rows = np.frombuffer(records, dtype=_BLOCK)
         # A key per record, with the tensor in the upper half. The stable sort keeps the records of
         # a block in the order they were written; only the last is used.
-        keys = (found["tensor"].astype(np.int64) << 32) | found["block"].astype(np.int64)
+        keys = (rows["tensor"].astype(np.int64) << 32) | rows["block"].astype(np.int64)
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
         is_last = np.append(keys[1:] != keys[:-1], True)[: len(keys)]
-        keys, digests = keys[is_last], found["digest"][order[is_last]]
+        keys, digests = keys[is_last], rows["digest"][order[is_last]]
         return cls(keys >> 32, keys & 0xFFFFFFFF, digests.tobytes())
 
 

@@ -185,6 +185,7 @@ class ConversionUpload(Closing):
         does[of_block[rest], rest] = True
         host = self.here.host
         self._is_here = of_part == host
+        # The first of several hosts with a block counts it.
         counts = does.argmax(axis=0) == host
         own = np.flatnonzero(does[host] & ~done[host])
         return HostBlocks(own, is_known, counts, counts & done[host])
@@ -241,10 +242,11 @@ class ConversionUpload(Closing):
     def wrote(self, numbers: IntArray) -> None:
         """Send the parts that these written blocks complete.
 
-        Raises RunError, where an earlier part could not be sent.
+        Raises RunError if an earlier part could not be sent.
         """
         for _, parts in self._find_touched(numbers):
             with self._lock:
+                # `-=` would count a part once even if several blocks touch it.
                 np.subtract.at(self._left, parts[self._left[parts] > 0], 1)
                 # The parts that these blocks complete. The counts are then set to -1, so that no
                 # part is sent twice.

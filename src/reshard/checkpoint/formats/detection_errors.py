@@ -115,6 +115,7 @@ _BEGINNINGS = (
     (b"BZh", _COMPRESSED),
     (b"\xfd7zXZ\x00", _COMPRESSED),
     (b"7z\xbc\xaf\x27\x1c", _COMPRESSED),
+    # Pickles of earlier protocols begin without a mark.
     *((bytes([0x80, number]), _PICKLE) for number in (2, 3, 4, 5)),
 )
 _PAGES = (b"<!doctype", b"<html", b"<?xml", b"<error")
@@ -265,7 +266,7 @@ def folders_within(path: Path) -> Iterator[Path]:
             continue
         if name == "snapshots":
             # The cache of the Hub has a further level of folders, named by commit.
-            yield from (inner / one for one in list_names(inner) if (inner / one).is_dir())
+            yield from (inner / commit for commit in list_names(inner) if (inner / commit).is_dir())
         yield inner
 
 
@@ -283,19 +284,22 @@ def describe_wrong_files(path: Path, error: str | None = None) -> str | None:
     wrong: dict[FileKind, list[Path]] = {}
     for file in files:
         kind = find_kind(file)
+        # A kind without suffixes is wrong under any name: names lack null characters.
         if kind is not None and not file.name.lower().endswith(kind.suffixes or ("\0",)):
             wrong.setdefault(kind, []).append(file)
     if error is not None:
-        wrong = {kind: of for kind, of in wrong.items() if any(one.name in error for one in of)}
+        wrong = {
+            kind: members
+            for kind, members in wrong.items()
+            if any(member.name in error for member in members)
+        }
     if not wrong:
         return None
-    kind, found = max(wrong.items(), key=lambda pair: len(pair[1]))
-    if len(found) == 1:
-        return f"{found[0]} is {kind.what}; {kind.remedy}"
-    return (
-        f"{len(found)} files in {path} ({list_some([one.name for one in found])}) are each "
-        f"{kind.what}; {kind.remedy}"
-    )
+    kind, largest = max(wrong.items(), key=lambda pair: len(pair[1]))
+    if len(largest) == 1:
+        return f"{largest[0]} is {kind.what}; {kind.remedy}"
+    names = list_some([member.name for member in largest])
+    return f"{len(largest)} files in {path} ({names}) are each {kind.what}; {kind.remedy}"
 
 
 def find_kind(file: Path) -> FileKind | None:
@@ -325,6 +329,7 @@ def find_kind(file: Path) -> FileKind | None:
     if head.lstrip().lower().startswith(_PAGES):
         return _PAGE
     if (
+        # The limit of safetensors for a header, which is JSON.
         int.from_bytes(head[:8], "little") <= 100_000_000
         and head[8:].lstrip(b" \t\n\r")[:1] == b"{"
     ):
@@ -339,6 +344,7 @@ def find_kind(file: Path) -> FileKind | None:
 
 def _find_kind_of_zip(head: bytes) -> FileKind:
     """Return the kind of a zip by the name of its first member."""
+    # By the zip format, the name follows 30 bytes, and its length is at byte 26.
     length = int.from_bytes(head[26:28], "little")
     name = head[30 : 30 + length].decode("utf-8", "replace")
     if name.endswith(".npy"):
@@ -351,10 +357,14 @@ def _find_kind_of_zip(head: bytes) -> FileKind:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted; at most some thousands."""
+    """Return the names in a folder, sorted; at most some thousands.
+
+    >>> list_names(Path("/nowhere"))
+    []
+    """
     with suppress(OSError):
-        names = [path.name for path in itertools.islice(folder.iterdir(), _MAX_FILES)]
-    return sorted(names)
+        return sorted(path.name for path in itertools.islice(folder.iterdir(), _MAX_FILES))
+    return []
 
 
 def _by_numbers(name: str) -> tuple[tuple[int, str], ...]:

@@ -87,8 +87,8 @@ class SourceSharding(Record):
         >>> print(SourceSharding.of("tp=2", ["*=tp, ..."]).find_shardings({"w": (8, 4)})["w"])
         tp, -
         """
-        found = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.parse(mesh)
-        return cls(found, parse_rules(rules), recipe, config)
+        parsed = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.parse(mesh)
+        return cls(parsed, parse_rules(rules), recipe, config)
 
     def find_shardings(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ShardingSpec]:
         """Return the shardings of tensors of these shapes.
@@ -96,10 +96,10 @@ class SourceSharding(Record):
         Raises:
             RecipeError: rules that do not fit, or do not match all tensors.
         """
-        found = assign(
+        assignment = assign(
             shapes, self.mesh, self.rules, self.recipe, self.config, allow=["uncomputable"]
         )
-        return {name: found.specs[name] for name in shapes}
+        return {name: assignment.specs[name] for name in shapes}
 
     def expect_ranks(self, folder: object, ranks: int) -> None:
         """Raise UsageError if the files in `folder` are of another number of ranks."""
@@ -317,9 +317,9 @@ def _find_misfit(
     """Return the first rank whose shape differs from the layout's, and the layout's shape."""
     for rank in sorted({*parts} if may_lack else {*layout.holders, *parts}):
         expected = layout.local_shape(rank) if rank < layout.slots else None
-        found = parts.get(rank)
-        is_empty = 0 in (expected or (0,)) and 0 in (found or (0,))
-        if expected != found and not is_empty:
+        held = parts.get(rank)
+        is_empty = 0 in (expected or (0,)) and 0 in (held or (0,))
+        if expected != held and not is_empty:
             return rank, expected
     return None
 

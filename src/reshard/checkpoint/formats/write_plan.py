@@ -277,6 +277,7 @@ def _find_first_equal_parts(table: RunTable) -> IntArray:
     single = table.single_runs()
     count = np.bincount(single.part, minlength=table.parts)
     first = np.arange(table.parts)
+    # Parts without runs are equal to the first of them.
     first[count == 0] = int(np.argmin(count))
     # Nearly all parts are a single run, and there may be very many.
     alone = np.flatnonzero(count[single.part] == 1)
@@ -307,23 +308,23 @@ class _Owned(NamedTuple):
 
 def _find_owned(layout: Layout, slots: Collection[int]) -> _Owned | None:
     """Return the parts that slots own, in their order, or None unless each holds a single cell."""
-    given = np.fromiter(slots, np.int64, len(slots))
-    rows = np.searchsorted(layout.cell_slot, given)
-    counts = np.searchsorted(layout.cell_slot, given, side="right") - rows
+    numbers = np.fromiter(slots, np.int64, len(slots))
+    rows = np.searchsorted(layout.cell_slot, numbers)
+    counts = np.searchsorted(layout.cell_slot, numbers, side="right") - rows
     if not (counts == 1).all():
         return None
     columns = []
     for d, table in enumerate(layout.tables):
         single = table.single_runs()
         own = single.take(single.role == OWNED)
-        found = np.zeros((3, table.parts), dtype=np.int64)
-        found[0] = np.bincount(own.part, minlength=table.parts)
+        values = np.zeros((3, table.parts), dtype=np.int64)
+        values[0] = np.bincount(own.part, minlength=table.parts)
         # If there are several, the first is written last.
-        found[1, own.part[::-1]] = own.start[::-1]
-        found[2, own.part[::-1]] = own.length[::-1]
-        columns.append(found[:, layout.cell_part[rows, d]])
+        values[1, own.part[::-1]] = own.start[::-1]
+        values[2, own.part[::-1]] = own.length[::-1]
+        columns.append(values[:, layout.cell_part[rows, d]])
     count, begins, shapes = (
-        np.array([column[n] for column in columns], np.int64).reshape(layout.ndim, len(given)).T
+        np.array([column[n] for column in columns], np.int64).reshape(layout.ndim, len(numbers)).T
         for n in range(3)
     )
     return _Owned(count.prod(axis=1), begins, shapes, layout.cell_shape[rows])

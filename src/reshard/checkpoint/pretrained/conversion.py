@@ -315,7 +315,7 @@ def _expect_all_numbers(
     checkpoint: Checkpoint, recipe: Recipe, config: Mapping[str, Any], left_out: Collection[str]
 ) -> None:
     """Raise CheckpointError if the numbers of layers or experts have gaps."""
-    found: dict[str, set[int]] = {}
+    present: dict[str, set[int]] = {}
     # Names that differ only in digits match the same rule, so a single name is matched.
     rule_of: dict[str, Rule | None] = {}
     for name in (*checkpoint.tensors, *left_out):
@@ -325,10 +325,11 @@ def _expect_all_numbers(
         rule = rule_of[kind]
         if rule is not None:
             for number, value in (rule.numbers_in(name) or {}).items():
-                found.setdefault(number, set()).add(value)
-    for number, values in found.items():
+                present.setdefault(number, set()).add(value)
+    for number, values in present.items():
         try:
             count = parse_expression(recipe.numbers[number].count).value(config, {})
+        # The recipe or the configuration lacks the count.
         except (KeyError, RecipeError):
             continue
         missing = sorted({*range(int(count))} - values)
@@ -359,8 +360,8 @@ def _change_elements(
 def _describe_place(files: ModelFiles, checkpoint: Checkpoint) -> list[str]:
     if files.folder == checkpoint.folder:
         return []
-    beside = [name for name in files.companions if name != CONFIG]
-    others = f" and {count_text(len(beside), 'file')} beside it" if beside else ""
+    companions = [name for name in files.companions if name != CONFIG]
+    others = f" and {count_text(len(companions), 'file')} beside it" if companions else ""
     return [f"{CONFIG}{others} of {files.folder}"]
 
 

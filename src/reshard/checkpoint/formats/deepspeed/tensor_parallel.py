@@ -59,6 +59,7 @@ _LISTS = (_REPLICATED, _AVERAGED, _ROWS, _HALVES, _VOCABULARY)
 _MAX_PATTERN_LENGTH = 2000
 _MAX_REPEATS = 4
 _REPEAT = re.compile(r"(?<!\\)[*+{]")
+# Repeated groups, lookarounds and references to groups may take exponential time.
 _RISKY = re.compile(r"(?<!\\)\)[*+?{]|\(\?[^:]|\\[1-9]")
 
 
@@ -193,6 +194,7 @@ class Joiner:
         return shape, dim
 
     def _match(self, patterns: Mapping[str, Any] | Sequence[str], name: str) -> str | None:
+        # As in ds_to_universal, which matches the beginning of a name and allows a single match.
         matches = [pattern for pattern in patterns if re.match(pattern, name)]
         if len(matches) > 1:
             raise self.wrong(f"several patterns for {name!r}: {', '.join(map(repr, matches[:4]))}")

@@ -143,11 +143,11 @@ class UniversalReader:
             entries = [
                 state for state in _list_states(top / name) if (top / name / state).is_file()
             ]
-            self.files += [f"{UNIVERSAL_FOLDER}/{name}/{one}" for one in entries]
+            self.files += [f"{UNIVERSAL_FOLDER}/{name}/{entry}" for entry in entries]
             # Tensors without an optimizer, such as buffers, are there as float32 too; their values
             # are in the file of weights.
             if not shapes or name in shapes or name not in self.collector.tensors:
-                files += [(name, one) for one in entries]
+                files += [(name, entry) for entry in entries]
         values = map_paths(read_torch_file, [top / name / entry for name, entry in files])
         for (name, entry), value in zip(files, values, strict=True):
             self._add_value(name, entry, value, shapes.get(name))

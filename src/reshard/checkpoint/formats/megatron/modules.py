@@ -372,6 +372,7 @@ def sort_by_modules(
     is_local = arguments.get("transformer_impl") == "local"
     is_grouped = bool(arguments.get("moe_grouped_gemm"))
     keys = {n: order_key(n, is_local=is_local, is_grouped=is_grouped) for n in names}
+    # After every known place.
     last = (1 << 30,)
     ordered = sorted(keys, key=lambda name: keys[name] or last)
     return ordered, [name for name, key in keys.items() if key is None]

@@ -121,11 +121,11 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
             )
             sharding = shardings.get(name) if mesh is not None else None
             tensor = _bind(leaf, array, chunks, sharding)
-            for one in names[leaf.path]:
-                tensors[one] = tensor.replace(name=one)
-                paths[one] = leaf.path
+            for state in names[leaf.path]:
+                tensors[state] = tensor.replace(name=state)
+                paths[state] = leaf.path
                 if is_narrow(array.stored_type):
-                    narrow[one] = array.stored_type
+                    narrow[state] = array.stored_type
     joined = tree.join_sequences(plain, paths.values())
     for path in joined:
         paths[".".join(map(str, path))] = path
@@ -210,12 +210,12 @@ def _bind_whole(name: str, array: tree.PackedArray) -> StoredTensor:
 def _find_array(values: KeyValues, name: str) -> tuple[ArrayMetadata, str]:
     """Read the description of an array, of either version of Zarr."""
     for metadata in (ZARR2_NAME, ZARR3_NAME):
-        found = values.find(f"{name}/{metadata}")
-        if found is not None:
+        description = values.find(f"{name}/{metadata}")
+        if description is not None:
             label = f"{values.folder / name / metadata}"
-            if found.size_bytes > MAX_READ_BYTES:
-                raise FormatError(f"{label} has {found.size_bytes} bytes; it is damaged")
-            return read_array(found.read(values.folder), label), label
+            if description.size_bytes > MAX_READ_BYTES:
+                raise FormatError(f"{label} has {description.size_bytes} bytes; it is damaged")
+            return read_array(description.read(values.folder), label), label
     where = "the database" if values.is_database else "the folder"
     raise CheckpointError(
         f"{values.folder}: the array {name!r} is not in {where} ({name}/{ZARR2_NAME}); the "
@@ -236,6 +236,7 @@ def _read_number(values: KeyValues, name: str, array: ArrayMetadata, label: str)
     content = read_scalar(stored, array, str(values.folder / name / key), values.folder)
     kind = array.dtype.name
     if kind == "bfloat16":
+        # bfloat16 is the upper half of a float32.
         return float(np.frombuffer(b"\0\0" + content, np.float32)[0])
     try:
         return np.frombuffer(content, np.dtype(kind))[0].item()
@@ -258,12 +259,12 @@ def _bind(
         )
     boxes = tuple(box for box, _ in chunks)
     layout, numbers, text = _lay_out(array.shape, boxes, sharding)
-    addresses = {slot: tuple(chunks[n][1] for n in found) for slot, found in numbers.items()}
+    addresses = {slot: tuple(chunks[n][1] for n in own) for slot, own in numbers.items()}
     views: dict[int, tuple[View, ...]] = {}
     full = View(0, array.strides)
-    for slot, found in numbers.items():
+    for slot, own in numbers.items():
         # A chunk at the end of the array extends beyond it; others may be in column-major order.
-        shapes = [boxes[n].shape for n in found]
+        shapes = [boxes[n].shape for n in own]
         if not all(full.is_dense(shape) for shape in shapes):
             views[slot] = tuple(full for _ in shapes)
     return StoredTensor(leaf.name, array.dtype, Binding(layout, addresses, views), text)
@@ -297,11 +298,11 @@ def _lay_out(
         and len(owners) == len(held.holders) == len(boxes)
         and {box for box, _ in owners} == set(boxes)
     )
-    ordered = {slot: tuple(found) for slot, found in sorted(numbers.items())}
+    ordered = {slot: tuple(own) for slot, own in sorted(numbers.items())}
     if is_as_held and held is not None:
         return held, ordered, str(sharding)
     layout = Layout.from_boxes(
-        shape, [(slot, boxes[n]) for slot, found in ordered.items() for n in found], slots
+        shape, [(slot, boxes[n]) for slot, own in ordered.items() for n in own], slots
     )
     return layout, ordered, None
 
@@ -318,10 +319,10 @@ def _find_random_keys(folder: Path) -> dict[str, str]:
         try:
             content = read_json_object(path, MAX_READ_BYTES)
             for entry in content["array_metadatas"]:
-                one = entry["array_metadata"]
-                kind = (one.get("ext_metadata") or {}).get("random_key_impl")
+                described = entry["array_metadata"]
+                kind = (described.get("ext_metadata") or {}).get("random_key_impl")
                 if isinstance(kind, str):
-                    result[str(one["param_name"])] = kind
+                    result[str(described["param_name"])] = kind
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, FormatError):
             # Orbax itself ignores such files.
             continue

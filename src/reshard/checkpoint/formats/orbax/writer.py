@@ -142,7 +142,7 @@ def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, tree.Tre
     for name, value in new.values.items():
         path = placed.get(name) or new.paths.get(name, (name,))
         leaves = tree.flatten(path, value)
-        if all(tree.kind_of(one) is not None for _, one in leaves) and all(
+        if all(tree.kind_of(inner) is not None for _, inner in leaves) and all(
             isinstance(key, str | int) for leaf, _ in leaves for key in leaf
         ):
             values[name] = value
@@ -254,13 +254,13 @@ def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
                 pairs.append((f"{leaf.name}/{at}".encode(), data))
     strings: dict[str, str] = {}
     for name, value in write_plan.values.items():
-        for path, one in tree.flatten(write_plan.paths[name], value):
-            leaf = tree.Leaf(path, tree.kind_of(one) or "None")
+        for path, part in tree.flatten(write_plan.paths[name], value):
+            leaf = tree.Leaf(path, tree.kind_of(part) or "None")
             leaves.append((leaf, None))
             if leaf.kind == tree.STRING:
-                strings[leaf.name] = one
+                strings[leaf.name] = part
             elif leaf.kind == tree.SCALAR:
-                scalar = np.array(one, _NUMBERS[type(one)])
+                scalar = np.array(part, _NUMBERS[type(part)])
                 put(f"{leaf.name}/{ZARR2_NAME}", array_bytes(scalar.dtype.str, (), ()))
                 put(f"{leaf.name}/0", scalar.tobytes())
     identity = hashlib.blake2b(
@@ -316,11 +316,11 @@ def _describe_keys(write_plan: WritePlan, keys: Mapping[str, Any]) -> bytes:
         chunk = tensor.layout.cell_shape[0].tolist()
         leaf = ".".join(map(str, write_plan.paths[name]))
         kind = {"random_key_impl": keys[name]} if name in keys else None
-        one = {
+        described = {
             "param_name": leaf,
             "write_shape": chunk,
             "chunk_shape": chunk,
             "ext_metadata": kind,
         }
-        entries.append({"array_metadata": one})
+        entries.append({"array_metadata": described})
     return json.dumps({"array_metadatas": entries}).encode()

@@ -105,17 +105,15 @@ def _find_cut(name: str, tensor: PlannedTensor, mesh: DeviceMesh) -> _Cut:
     except NotationError as error:
         raise RecipeError(f"tensor {name!r}: {error}") from error
     # torch shards by ceil, axis by axis, which may give other parts of uneven shapes.
-    if (
-        dtensor.sharding_of_placements(mesh, placements, len(shape)).layout(shape)
-        is not tensor.layout
+    placed = dtensor.sharding_of_placements(mesh, placements, len(shape)).layout(shape)
+    if placed is not tensor.layout and any(
+        placed.boxes(rank) != tensor.layout.boxes(rank) for rank in mesh.devices
     ):
-        said = dtensor.sharding_of_placements(mesh, placements, len(shape)).layout(shape)
-        if any(said.boxes(rank) != tensor.layout.boxes(rank) for rank in mesh.devices):
-            raise RecipeError(
-                f"tensor {name!r} of {list(shape)}, cut by `{tensor.spec}`: DTensor's "
-                f"{', '.join(map(str, placements))} cuts it elsewhere; choose the format torch-dcp "
-                "or sharded-safetensors"
-            )
+        raise RecipeError(
+            f"tensor {name!r} of {list(shape)}, cut by `{tensor.spec}`: DTensor's "
+            f"{', '.join(map(str, placements))} cuts it elsewhere; choose the format torch-dcp "
+            "or sharded-safetensors"
+        )
     return sharding, placements
 
 

@@ -125,6 +125,7 @@ class ZipRecords:
     def _read_directory(self) -> dict[str, _Record]:
         end = self._bytes(self._size - _END.size, _END.size)
         signature, _, _, _, count, size, offset, comment = _END.unpack(end)
+        # PyTorch's archives lack a comment, so the record is at a known offset.
         if signature != _END_SIGNATURE or comment:
             raise self.wrong("it does not end as an archive ends; is it cut off?")
         # A large archive has a 64-bit end of directory, with a locator of it before the end.
