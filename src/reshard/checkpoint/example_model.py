@@ -126,9 +126,11 @@ def _values(seed: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
     if len(shape) == 1:
         return np.ones(shape, np.float32)
     # A bit generator's output is stable between versions of NumPy; the distributions may change.
+    # 24 bits, which float32 represents exactly.
     bits = np.random.PCG64(seed).random_raw(math.prod(shape)) >> np.uint64(40)
     uniform: NDArray[np.float32] = bits.astype(np.float32)
     uniform = uniform / np.float32(2**24) - np.float32(0.5)
+    # The deviation of a uniform distribution of width 1 is 1 / sqrt(12).
     scale = np.float32(math.sqrt(12) * _CONFIG["initializer_range"])
     values: NDArray[np.float32] = uniform * scale
     return values.reshape(shape)

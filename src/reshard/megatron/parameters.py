@@ -152,13 +152,13 @@ class MegatronParameter(Record):
             if number is not None and number < least:
                 raise RuleError(f"{name}={number} must be at least {least}")
         # Each of these is another way to shard; with two of them, the choice would be a guess.
-        said = {
+        described = {
             "partition_stride": self.partition_stride != 1,
             "partition_sizes": self.partition_sizes is not None,
             "heads": self.heads is not None,
             "true_length": self.true_length is not None,
         }
-        given = [name for name, is_given in said.items() if is_given]
+        given = [name for name, is_given in described.items() if is_given]
         if len(given) > 1:
             raise SpecError(
                 f"{' and '.join(given)} of one parameter; one of them determines the cut"

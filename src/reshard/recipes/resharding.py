@@ -191,6 +191,7 @@ def _list_redistributions(job: Job, item: JobItem) -> Iterator[TensorRedistribut
     starts, stops = rows.source_start.tolist(), (rows.source_start + rows.shape).tolist()
     columns = zip(rows.target_slot.tolist(), starts, stops, rows.shape.tolist(), strict=True)
     slices = [TensorSlice(rank, tuple(a), tuple(b), tuple(n)) for rank, a, b, n in columns]
+    # -1 differs from every cell, so both ends are bounds.
     bounds = np.flatnonzero(np.diff(rows.source_cell, prepend=-1, append=-1)).tolist()
     for low, high in itertools.pairwise(bounds):
         cell = int(rows.source_cell[low])
@@ -286,6 +287,7 @@ class _Run:
                 self._fill(rank)
             return
         with ThreadPoolExecutor(threads) as pool:
+            # Errors of threads are raised when their results are taken.
             list(pool.map(self._fill, ranks))
 
     def _fill(self, rank: int) -> None:
@@ -518,6 +520,7 @@ class ReshardingStrategy(Record):
         running = asyncio.get_running_loop().run_in_executor(
             pool, self._execute_in_turn, turn, plan, source_shards, is_cancelled
         )
+        # The thread ends after its run; to wait here would block the event loop.
         pool.shutdown(wait=False)
         try:
             # Shielded: cancelling the task asks the run to stop, which then reports its progress.

@@ -249,6 +249,7 @@ class RuleList:
         begins = [0, *itertools.accumulate(len(part) + 1 for part in parts)]
         components = {
             (begin, begin + len(part)): index
+            # The begins include the end of the last part.
             for index, (begin, part) in enumerate(zip(begins, parts, strict=False))
             if _is_number(part)
         }

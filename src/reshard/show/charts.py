@@ -57,7 +57,7 @@ def heat_map(
     grouped = traffic if size == 1 else traffic.taken_together(size)
     groups = grouped.ranks
     step = min(_SIDE / groups, _MAX_SQUARE)
-    most = int(grouped.amount.max(initial=0))
+    largest = int(grouped.amount.max(initial=0))
     side = step * groups
     x0, y0 = 10 + _LETTER * len(str((groups - 1) * size)), 36.0
     short_text = short_text or amount_text
@@ -81,15 +81,15 @@ def heat_map(
                 y=y,
                 width=step,
                 height=step,
-                opacity=_strength(amount, most),
+                opacity=_strength(amount, largest),
             )
         )
         if groups <= _MAX_WRITTEN:
-            amounts.append(_write_amount(short_text(amount), x, y, step, amount, most))
+            amounts.append(_write_amount(short_text(amount), x, y, step, amount, largest))
     # 3. The caption, the scale and the total size.
     together = "" if size == 1 else f", {size} {noun}s a square"
     caption = f"sending {noun}s down, receiving {noun}s across{together}"
-    scale = f"up to {amount_text(most)}"
+    scale = f"up to {amount_text(largest)}"
     width = max(x0 + side + 4, _LETTER * len(caption), x0 + _SCALE + _LETTER * len(scale) + 12)
     height = y0 + side + 32
     return element(
@@ -110,12 +110,12 @@ def heat_map(
     )
 
 
-def _strength(amount: int, most: int) -> str:
+def _strength(amount: int, largest: int) -> str:
     """Return the opacity of an amount, from faint to full; the smallest amount is still visible."""
-    return f"{0.15 + 0.85 * amount / most:.2f}"
+    return f"{0.15 + 0.85 * amount / largest:.2f}"
 
 
-def _write_amount(text: str, x: float, y: float, step: float, amount: int, most: int) -> str:
+def _write_amount(text: str, x: float, y: float, step: float, amount: int, largest: int) -> str:
     # An amount that does not fit into its square is omitted; the `title` still has it.
     if len(text) * 5.6 + 4 > step:
         return ""
@@ -124,7 +124,7 @@ def _write_amount(text: str, x: float, y: float, step: float, amount: int, most:
         escaped(text),
         x=x + step / 2,
         y=y + step / 2 + 4,
-        class_="amount strong" if 2 * amount > most else "amount",
+        class_="amount strong" if 2 * amount > largest else "amount",
     )
 
 
@@ -329,10 +329,10 @@ def memory_chart(moments: Sequence[tuple[str, int, int]], amount_text: Callable[
     >>> "matmul: 7 B, 3 B before" in memory_chart([("matmul", 3, 7)], "{} B".format)
     True
     """
-    most = max((peak for _, _, peak in moments), default=0)
+    largest = max((peak for _, _, peak in moments), default=0)
     step = min(_WIDTH / max(len(moments), 1), _MAX_BAR)
     # Pixels a byte: the highest bar fills the height.
-    scale = _HEIGHT / max(most, 1)
+    scale = _HEIGHT / max(largest, 1)
     top, floor = 20.0, 20.0 + _HEIGHT
     bars = []
     for place, (name, held, peak) in enumerate(moments):
@@ -359,7 +359,7 @@ def memory_chart(moments: Sequence[tuple[str, int, int]], amount_text: Callable[
                 )
             )
         bars.append(element("g", *parts))
-    caption = f"up to {amount_text(most)}"
+    caption = f"up to {amount_text(largest)}"
     width = max(step * len(moments), _SMALL_LETTER * len(caption) + 4)
     return element(
         "svg",

@@ -281,9 +281,9 @@ def movement_figures(
         Figure("transfers", count_text(transfers)),
     ]
     for word, amounts in (("sender", traffic.sent), ("receiver", traffic.received)):
-        most, ranks = find_top_ranks(amounts)
+        largest, ranks = find_top_ranks(amounts)
         detail = ranks_text(ranks, 24) if ranks else ""
-        figures.append(Figure(f"busiest {word}", amount_text(most), detail))
+        figures.append(Figure(f"busiest {word}", amount_text(largest), detail))
     return figures
 
 

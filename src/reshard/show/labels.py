@@ -103,10 +103,10 @@ def holders_text(holdings: Iterable[RankHolding]) -> str:
         key = tuple(parts_of_slot[holding.slot])
         by_parts.setdefault(key, set()).add(holding._replace(hidden_part=0))
     parts = []
-    for of_part in by_parts.values():
+    for members in by_parts.values():
         contributions = []
-        for _, of_one in itertools.groupby(sorted(of_part), lambda h: h.contribution):
-            alike = list(of_one)
+        for _, group in itertools.groupby(sorted(members), lambda h: h.contribution):
+            alike = list(group)
             owners = [h.slot for h in alike if not h.is_halo]
             halos = [h.slot for h in alike if h.is_halo]
             words = [rank_text(owners)] if owners else []
@@ -190,5 +190,5 @@ def _describe_hidden_dimensions(layout: Layout, dimensions: Sequence[int]) -> li
 
 
 def _enumerate(numbers: Sequence[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} and {last}" if most else last
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} and {last}" if others else last

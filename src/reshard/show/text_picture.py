@@ -162,8 +162,8 @@ def change_picture(
 
     def fit(heights: Sequence[int]) -> list[Sketch]:
         return [
-            _fit_sketch(layout, width, most, written, coming)
-            for layout, most, coming in zip(layouts, heights, (None, origins), strict=True)
+            _fit_sketch(layout, width, limit, written, coming)
+            for layout, limit, coming in zip(layouts, heights, (None, origins), strict=True)
         ]
 
     sketches = fit((height, height))
@@ -263,8 +263,8 @@ def _largest_fit(
     while columns >= 0 and rows >= 0:
         grid = full.limited(rows, columns)
         label = partial(_label, grid, labels, origins)
-        most = max(9, (width - 8) // min(len(grid.columns), 4) - 3)
-        drawn = sketch(grid, label, most, times, "..." if labels[1] else "…")
+        limit = max(9, (width - 8) // min(len(grid.columns), 4) - 3)
+        drawn = sketch(grid, label, limit, times, "..." if labels[1] else "…")
         # First give up proportions, then columns, then rows.
         if times > 1 and (drawn.min_width > width or drawn.min_height > height):
             times -= 1
@@ -289,11 +289,11 @@ def _label(
     return label_lines(grid.holdings[row][column], senders, max_columns, *labels)
 
 
-def _natural_width(drawn: Sketch, most: int) -> int:
+def _natural_width(drawn: Sketch, limit: int) -> int:
     """Return a comfortable width, with some space in the boxes."""
     air = max(24, 10 * len(drawn.column_shares))
     natural = drawn.gutter + max(air, sum(drawn.column_shares)) + 1 + drawn.overhang
-    return min(natural, most)
+    return min(natural, limit)
 
 
 def _holders_title(layout: Layout) -> str:
@@ -381,10 +381,10 @@ def _draw_both(
     ]
 
 
-def _common_height(sketches: Sequence[Sketch], most: int) -> int:
+def _common_height(sketches: Sequence[Sketch], limit: int) -> int:
     """Return a height for both at which most lines are aligned: a multiple of both row counts."""
     least = max(drawn.min_height for drawn in sketches) - 1
     # The lines between rows of both are aligned if both row counts divide the height.
     step = math.lcm(*(len(drawn.row_shares) for drawn in sketches))
     even = -(-least // step) * step
-    return 1 + (even if even < min(most, 2 * least) else least)
+    return 1 + (even if even < min(limit, 2 * least) else least)

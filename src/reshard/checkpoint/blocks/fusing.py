@@ -77,6 +77,7 @@ class _Share(NamedTuple):
     def put_into(self, region: Region, dimension: int) -> Iterator[Region]:
         """Yield the parts of a member's region at their indices of the fused dimension."""
         low, high = region.start[dimension], region.stop[dimension]
+        # The size of a member without elements is 0.
         for group in range(low // max(self.size, 1), self.groups):
             start = group * self.size
             if start >= high:
@@ -218,7 +219,9 @@ def _find_shares(name: str, fusion: Fusion, length: int) -> tuple[_Share, ...]:
     groups = fusion.groups if isinstance(fusion.groups, int) else 1
     starts = itertools.accumulate(sizes, initial=0)
     return tuple(
-        _Share(start, n, groups, sum(sizes)) for start, n in zip(starts, sizes, strict=False)
+        # `accumulate` returns the total too.
+        _Share(start, n, groups, sum(sizes))
+        for start, n in zip(starts, sizes, strict=False)
     )
 
 

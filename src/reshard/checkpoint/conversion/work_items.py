@@ -202,7 +202,7 @@ class WorkItems(Record, eq=False):
         rows = np.searchsorted(self.first_block, numbers, "right") - 1
         small = self.is_small[rows]
         # The remaining sixteenth is for ranges that are extended to whole pages.
-        most = batch_bytes - batch_bytes // 16
+        limit = batch_bytes - batch_bytes // 16
         reach = np.cumsum(self._room[rows])
         # The begins of runs of small tensors that are made in the same way, and of single blocks.
         way = np.where(self.is_cast[rows], 2, self.source_rows[rows] >= 0)
@@ -214,7 +214,7 @@ class WorkItems(Record, eq=False):
                 stop = at + 1
                 if end - begin > 1:
                     before = int(reach[at - 1]) if at else 0
-                    stop += int(np.searchsorted(reach[at + 1 : end], before + most, "right"))
+                    stop += int(np.searchsorted(reach[at + 1 : end], before + limit, "right"))
                 yield self._batch(numbers[at:stop], rows[at:stop])
                 at = stop
 

@@ -96,18 +96,18 @@ def plan_for_vllm(
     ranks = {
         f"{rank_prefix(rank_layout.rank, tp, pp)}/": rank_layout for rank_layout in layout.ranks
     }
-    found = rank_parameters(checkpoint, ranks)
-    checkpoint = expect_equal_copies(found.bound)
+    parameters = rank_parameters(checkpoint, ranks)
+    checkpoint = expect_equal_copies(parameters.bound)
     request = ConversionRequest(to="full", format=NAME, most_file_bytes=most_file_bytes)
     write_plan = plan_whole_files(request, checkpoint)
     text = to_json(layout)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     # Write the layout to the target too, so that the model's own tensors can be restored.
-    beside = tuple(name for name in checkpoint.carried if name != LAYOUT_NAME)
+    companions = tuple(name for name in checkpoint.carried if name != LAYOUT_NAME)
     notes = (*checkpoint.notes, *checked, *_describe_casts(layout))
     rewritten = {LAYOUT_NAME: text.encode()}
     dtype = most_common_type(checkpoint)
-    if CONFIG in beside and dtype is not most_common_type(source_checkpoint):
+    if CONFIG in companions and dtype is not most_common_type(source_checkpoint):
         rewritten[CONFIG] = config_bytes(with_dtype(read_config(source_checkpoint) or {}, dtype))
         notes += (f"{CONFIG} says {dtype}, the type of the files",)
     if dtype is not None and dtype.name == "float32":
@@ -115,7 +115,7 @@ def plan_for_vllm(
             "vLLM computes a float32 model in 16 bits unless it is told otherwise: start it with "
             "--dtype float32 for these files",
         )
-    checkpoint = checkpoint.replace(carried=(*beside, LAYOUT_NAME), notes=notes)
+    checkpoint = checkpoint.replace(carried=(*companions, LAYOUT_NAME), notes=notes)
     resolved: dict[str, Any] = {
         "for": f"vllm {layout.version}",
         "to": layout.mesh.text,

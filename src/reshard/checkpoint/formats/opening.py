@@ -190,6 +190,7 @@ def _detect(path: Path) -> CheckpointFormat:
 
     text = describe_folder(path)
     if text is None:
+        # Reversed, since the usual formats are detected last.
         evidence = "; ".join(format.evidence for format in reversed(all_formats()))
         names = list_names(path)
         text = f"no checkpoint in {path}: expected {evidence}"

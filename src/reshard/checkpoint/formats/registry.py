@@ -149,7 +149,7 @@ def _any_matches(names: Sequence[str], patterns: str) -> bool:
 @cache
 def _plug_in() -> tuple[Plugin, ...]:
     """Return the plug-ins for formats; `problem` is set for plug-ins that are not usable."""
-    found: list[Plugin] = []
+    checked: list[Plugin] = []
     taken = {*_SHIPPED}
     plugins = load_plugins(FORMATS)
     if plugins:
@@ -162,8 +162,8 @@ def _plug_in() -> tuple[Plugin, ...]:
             problem = f"there is a format {value.name!r} already"
         elif not problem:
             taken.add(value.name)
-        found.append(plugin.replace(problem=problem))
-    return tuple(found)
+        checked.append(plugin.replace(problem=problem))
+    return tuple(checked)
 
 
 def describe_broken_formats() -> str:

@@ -182,6 +182,7 @@ def _read_parts(
 def _read_part(rank: int, name: str, held: Held, kind: DType) -> _HeldPart:
     if isinstance(held, np.ndarray):
         return _HeldPart(as_dtype(held.dtype), held.shape, held)
+    # Without an import of torch: a program that has a tensor has imported it.
     if type(held).__module__.partition(".")[0] == "torch" and hasattr(held, "layout"):
         return _read_tensor(rank, name, held)
     pair = held
@@ -207,6 +208,7 @@ def _read_tensor(rank: int, name: str, held: Any) -> _HeldPart:
             "tensor.to_local() returns it"
         )
     found = _HeldPart(as_dtype(held.dtype), tuple(held.shape))
+    # A FakeTensor lacks memory, also on the CPU.
     if held.device.type != "cpu" or type(held).__name__ == "FakeTensor":
         return found
     own = held.detach().resolve_conj().resolve_neg()
@@ -239,6 +241,7 @@ def _hold(
                 sizes[rank] += math.prod(part.shape) * part.dtype.itemsize_bytes
         kind = next(iter(own.values())).dtype
         tensors[name] = StoredTensor(name, kind, Binding(layout, addresses, {}), specs.get(name))
+        # Raises CoverageError if the parts leave some of the tensor out.
         _ = tensors[name].assembly
     return Checkpoint(
         Path(_FORMAT),

@@ -67,8 +67,8 @@ def names_of(
         )
     import hashlib
 
-    found = hashlib.blake2b(repr(list(table.items())).encode(), digest_size=8).hexdigest()
-    return f"{text} ({found})", table
+    digest = hashlib.blake2b(repr(list(table.items())).encode(), digest_size=8).hexdigest()
+    return f"{text} ({digest})", table
 
 
 def find_stacked_names(

@@ -107,10 +107,10 @@ def _find_companions(folder: Path) -> dict[str, Path]:
     result = {}
     for name in sorted(path.name for path in folder.iterdir()):
         path = folder / name
-        is_one = any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
+        is_known = any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
         is_foreign = describe_foreign_link(path, folder) is not None
         if (
-            is_one
+            is_known
             and not is_foreign
             and path.is_file()
             and path.stat().st_size <= MAX_CARRIED_BYTES
@@ -174,9 +174,9 @@ def store_tied_once(
     Raises:
         RunError: a file that cannot be read.
     """
-    found = dict(config)
+    written = dict(config)
     if not is_tied(config):
-        return checkpoint, found, []
+        return checkpoint, written, []
     outputs = [name for name in checkpoint.tensors if _OUTPUT.fullmatch(name)]
     inputs = [name for name in checkpoint.tensors if _INPUT.fullmatch(name)]
     dropped, differing = [], []
@@ -200,12 +200,12 @@ def store_tied_once(
             f"config.json ties {output} to {tied}, and they differ: both are written, and its "
             f"{TIE} is false"
         )
-        _set_tie(found)
+        _set_tie(written)
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in dropped}
     checksums = tuple(
         checksum for checksum in checkpoint.checksums if checksum.tensor not in dropped
     )
-    return checkpoint.replace(tensors=tensors, checksums=checksums), found, notes
+    return checkpoint.replace(tensors=tensors, checksums=checksums), written, notes
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
@@ -224,12 +224,12 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 def describe_missing_output(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str | None:
     """Describe a missing output layer of a causal model that config.json does not tie."""
     texts = config.get("text_config")
-    says = [item[TIE] for item in (config, texts) if isinstance(item, Mapping) and TIE in item]
+    ties = [item[TIE] for item in (config, texts) if isinstance(item, Mapping) and TIE in item]
     architectures = config.get("architectures")
     is_causal = isinstance(architectures, list) and any(
         str(architecture).endswith("ForCausalLM") for architecture in architectures
     )
-    if not is_causal or not says or says[0] is not False:
+    if not is_causal or not ties or ties[0] is not False:
         return None
     if any(_OUTPUT.fullmatch(name) for name in checkpoint.tensors):
         return None
@@ -249,14 +249,14 @@ def _set_tie(config: dict[str, Any]) -> None:
         config["text_config"] = {**texts, TIE: False}
 
 
-def _are_alike(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    a, b = checkpoint.tensors[one], checkpoint.tensors[other]
-    return one != other and (a.dtype, a.shape) == (b.dtype, b.shape)
+def _are_alike(checkpoint: Checkpoint, first: str, other: str) -> bool:
+    a, b = checkpoint.tensors[first], checkpoint.tensors[other]
+    return first != other and (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
-def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+def _are_equal(checkpoint: Checkpoint, first: str, other: str) -> bool:
     """Return whether two tensors have the same bytes."""
-    a, b = checkpoint.tensors[one], checkpoint.tensors[other]
+    a, b = checkpoint.tensors[first], checkpoint.tensors[other]
     if a.binding == b.binding:
         return True
     # Recorded digests avoid reading the tensors.

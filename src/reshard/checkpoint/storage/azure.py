@@ -130,6 +130,7 @@ class AzureTarget(ObjectTarget):
                 _, blocks = blob.get_block_list("uncommitted")
             for upload in sorted({_find_upload(block.id) for block in blocks}):
                 sizes = [block.size for block in blocks if _find_upload(block.id) == upload]
+                # Azure does not list when blocks were put.
                 uploads.append(PendingUpload(key, upload, 0.0, sum(sizes)))
         return uploads
 
@@ -156,6 +157,7 @@ class AzureTarget(ObjectTarget):
 
         if isinstance(error, ClientAuthenticationError):
             return errno.EACCES, f"the store denies access to this user: {_code(error)}"
+        # Before Python 3.12, braces of an f-string cannot contain a backslash.
         text = f"{_code(error)} {str(error).partition(chr(10))[0]}".strip()
         if getattr(error, "status_code", None) == 403:
             return errno.EACCES, text

@@ -193,6 +193,7 @@ class ScratchFile(SourceFile):
         # if it is read again, so that it is created twice at most.
         if is_whole and not self._is_created[number] and number not in self._read_whole:
             self._create_in(memory.cast("B"), part)
+            # Threads that get here at the same time each fill their own memory.
             self._read_whole.add(number)
             return
         while number < len(self._locks) and starts[number] < offset_bytes + memory.nbytes:

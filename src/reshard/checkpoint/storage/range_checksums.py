@@ -142,6 +142,7 @@ class RangeChecksums:
         Raises UsageError if no range begins there.
         """
         entry = self._at(name, start_bytes)
+        # An empty range contains no byte by which it would be found.
         if entry is None and (start_bytes, 0) in self.ranges.get(name, ()):
             return 0
         if entry is None or entry.start_bytes != start_bytes:

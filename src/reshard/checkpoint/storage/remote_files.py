@@ -10,6 +10,7 @@ metadata of each tensor, are all requested at once::
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from bisect import bisect_right
@@ -106,7 +107,7 @@ class RemoteFile(SourceFile):
     def _look_at_identity(self) -> FileIdentity:
         state = self._source.head(self._key)
         if state is None:
-            raise FileNotFoundError(2, os.strerror(2), str(self.path))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         return self._identify(state)
 
     def _identify(self, state: ObjectState) -> FileIdentity:

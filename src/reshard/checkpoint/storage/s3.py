@@ -184,6 +184,7 @@ class S3Target(ObjectTarget):
             with self._translate(batch[0]):
                 answer = self._client.delete_objects(
                     Bucket=self._name,
+                    # The quiet response lists errors only.
                     Delete={"Objects": [{"Key": key} for key in batch], "Quiet": True},
                 )
             for refused in answer.get("Errors", ()):

@@ -174,17 +174,17 @@ def find_groups(values: Mapping[str, Any], state: TrainingState) -> list[dict[st
         }
         # Groups are stored as a list, or as values by the group's number, or by parameter.
         if isinstance(whole, list):
-            found = [dict(group) for group in whole if isinstance(group, dict)]
+            own = [dict(group) for group in whole if isinstance(group, dict)]
         elif inside and all(re.match(r"\d+\.\w+$", name) for name in inside):
-            found = _collect_by_number(inside)
+            own = _collect_by_number(inside)
         else:
-            found = _collect_by_parameter(inside)
+            own = _collect_by_parameter(inside)
         known = state.numbers.get(container)
-        for group in found:
+        for group in own:
             members = group.get(PARAMETERS)
             if isinstance(members, list):
                 group[PARAMETERS] = [_name_member(member, known) for member in members]
-        groups += found
+        groups += own
     return groups
 
 

@@ -252,12 +252,12 @@ def _find_foreign_prefix(names: Sequence[str], rules: Iterable[Rule]) -> str:
         bare = [name.removeprefix(prefix) for name in sample if name.startswith(prefix)]
         return sum(any(rule.matches(name) for rule in particular) for name in bare)
 
-    best, most = "", count("")
-    if most == len(sample) or not particular:
+    best, highest = "", count("")
+    if highest == len(sample) or not particular:
         return ""
     for prefix in find_common_prefixes(Counter(sample), 4):
-        if (found := count(prefix)) > most:
-            best, most = prefix, found
+        if (matches := count(prefix)) > highest:
+            best, highest = prefix, matches
     return best
 
 

@@ -126,6 +126,7 @@ class MegatronFsdpFormat(MegatronFormat):
 
     def detect_step(self, folder: Path) -> bool:
         """Return whether a folder that is named for a step has a distributed checkpoint."""
+        # Resolved, since the path may be `.`, which lacks a name.
         if not re.fullmatch(_STEP_FOLDER, folder.resolve().name):
             return False
         return (folder / METADATA_NAME).is_file() and not (folder / "common.pt").exists()

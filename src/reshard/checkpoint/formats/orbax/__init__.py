@@ -102,9 +102,9 @@ def is_aggregate(folder: Path) -> bool:
 
 
 def _list_folders(path: Path) -> Iterator[Path]:
-    for one in sorted(path.iterdir()):
-        if one.is_dir() and _UNFINISHED not in one.name and not one.name.startswith("."):
-            yield one
+    for folder in sorted(path.iterdir()):
+        if folder.is_dir() and _UNFINISHED not in folder.name and not folder.name.startswith("."):
+            yield folder
 
 
 def _is_step(folder: Path) -> bool:
@@ -185,7 +185,7 @@ class OrbaxFormat(CheckpointFormat):
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """Return the files of metadata and of the database, and of arrays outside of it."""
-        found: list[str] = []
+        own: list[str] = []
         arrays: list[str] = []
         for parent, _, names in walk_folder(checkpoint.folder):
             inside = parent.relative_to(checkpoint.folder).as_posix() + "/"
@@ -193,8 +193,8 @@ class OrbaxFormat(CheckpointFormat):
                 arrays.append(inside)
             is_array = inside.startswith(tuple(arrays))
             relative = [name if inside == "./" else inside + name for name in names]
-            found += [name for name in relative if is_array or re.fullmatch(_OWN, name)]
-        return tuple(found)
+            own += [name for name in relative if is_array or re.fullmatch(_OWN, name)]
+        return tuple(own)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Plan a file of chunks for each rank."""

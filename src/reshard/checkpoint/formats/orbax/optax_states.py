@@ -91,7 +91,7 @@ def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
     named: set[str] = set()
     for place, state in _find_states(result).items():
         count = next(
-            (one for one in ((*place, _COUNT), (*place, _COUNT, _VALUE)) if one in result), None
+            (path for path in ((*place, _COUNT), (*place, _COUNT, _VALUE)) if path in result), None
         )
         has_coefficients = any(path[: len(place) + 1] == (*place, _COEFFICIENTS) for path in result)
         keys = _find_keys(state, has_count=count is not None, has_coefficients=has_coefficients)
@@ -123,8 +123,8 @@ def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
     for path in paths:
         first = _find_optimizer(path)
         if first is None:
-            behind = path[path.index(_PARAMS) + 1 :] if _PARAMS in path else ()
-            leaves |= {path, path[1:], behind}
+            rest = path[path.index(_PARAMS) + 1 :] if _PARAMS in path else ()
+            leaves |= {path, path[1:], rest}
         else:
             inside[path] = first
     leaves -= {(), (STEP,), (_COUNT,)}
@@ -139,8 +139,8 @@ def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
         )
         at, kept = next(known, None), states
         if at is None:
-            found = (n for n in range(first, len(path) - 1) if path[n] in (_MU, _NU))
-            at, kept = next(found, None), foreign
+            moments = (n for n in range(first, len(path) - 1) if path[n] in (_MU, _NU))
+            at, kept = next(moments, None), foreign
         if at is not None:
             state = kept.setdefault(path[:at], {})
             state.setdefault(str(path[at]), {})[path[at + 1 :]] = None

@@ -93,8 +93,8 @@ def _list_ids(level: Any) -> Iterator[int]:
     if isinstance(level, Mapping):
         yield int(level["id"])
         return
-    for one in level:
-        yield from _list_ids(one)
+    for inner in level:
+        yield from _list_ids(inner)
 
 
 def find_mesh(shardings: Mapping[str, ShardingSpec]) -> DeviceMesh | None:
@@ -176,6 +176,6 @@ def _list_entries(mesh: DeviceMesh, text: str) -> list[str | list[str] | None] |
 
 def _nest_ids(ids: list[int], shape: list[int]) -> list[Any]:
     if len(shape) <= 1:
-        return [{"id": one} for one in ids]
+        return [{"id": number} for number in ids]
     step = len(ids) // shape[0]
     return [_nest_ids(ids[at : at + step], shape[1:]) for at in range(0, len(ids), step)]

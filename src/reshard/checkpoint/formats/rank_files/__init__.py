@@ -142,15 +142,15 @@ def group_by_kind(folder: Path, files: tuple[RankFile, ...]) -> Mapping[str, tup
             )
         groups.setdefault(file.kind, []).append(file)
     ranks = 1 + max(file.rank for file in files)
-    said = sorted({file.ranks for file in files if file.ranks is not None})
-    if len(said) > 1:
+    recorded = sorted({file.ranks for file in files if file.ranks is not None})
+    if len(recorded) > 1:
         raise CheckpointError(
-            f"{folder} has files of {said[0]} and of {said[1]} ranks; files are left over from "
-            "another save. Move those of one save to a folder of their own"
+            f"{folder} has files of {recorded[0]} and of {recorded[1]} ranks; files are left over "
+            "from another save. Move those of one save to a folder of their own"
         )
-    if said and said[0] < ranks:
+    if recorded and recorded[0] < ranks:
         raise CheckpointError(
-            f"{folder} has a file of rank {ranks - 1}, and files of {said[0]} ranks"
+            f"{folder} has a file of rank {ranks - 1}, and files of {recorded[0]} ranks"
         )
     for kind, group in groups.items():
         stems = sorted({file.stem for file in group})
@@ -162,7 +162,7 @@ def group_by_kind(folder: Path, files: tuple[RankFile, ...]) -> Mapping[str, tup
         there = {file.rank for file in group}
         if len(there) != len(group):
             raise CheckpointError(f"{folder} has two {kind} files of one rank under {stems[0]!r}")
-        missing = sorted(set(range(said[0] if said else ranks)) - there)
+        missing = sorted(set(range(recorded[0] if recorded else ranks)) - there)
         if missing:
             raise CheckpointError(
                 f"{folder} has {len(there)} {kind} files ({group[0].name}, ...), and none of rank "

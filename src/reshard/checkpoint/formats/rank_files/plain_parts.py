@@ -192,15 +192,15 @@ def find_meta_cut(
     names = {file for of_ranks in parts.values() for file, _ in of_ranks.values()}
     if not all(name.startswith("consolidated.") for name in names) or _EMBEDDING not in parts:
         return None
-    given = _read_parameters(folder)
-    if given is None:
+    lengths = _read_parameters(folder)
+    if lengths is None:
         raise UsageError(
             f"{folder} has consolidated.* files of {ranks} ranks and no {PARAMETERS} with the "
             f"lengths of their dimensions; put the {PARAMETERS} of this model next to the files, "
             f"or give the mesh and rules: --source-mesh tp={ranks} --source-rule 'PATTERN=tp, -'"
         )
     # Llama 1, and the smaller models of Llama 2, have as many key/value heads as heads.
-    heads = given.get("n_kv_heads") or given.get("n_heads")
+    heads = lengths.get("n_kv_heads") or lengths.get("n_heads")
     if not isinstance(heads, int) or heads % ranks:
         raise UsageError(
             f"{folder} has consolidated.* files of {ranks} ranks, and {PARAMETERS} {heads} "
@@ -208,7 +208,7 @@ def find_meta_cut(
             f"give the mesh and rules: --source-mesh tp={ranks} --source-rule 'PATTERN=tp, -'"
         )
     _, first = next(iter(parts[_EMBEDDING].values()))
-    is_by_columns = first.shape[-1] != given.get("dim")
+    is_by_columns = first.shape[-1] != lengths.get("dim")
     embedding = f"{_EMBEDDING}={'-, mp' if is_by_columns else 'mp, -'}"
     return source_sharding.SourceSharding.of(f"mp={ranks}", (embedding, *_RULES, "*=..."))
 

@@ -51,12 +51,12 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
             "parameters in one, whose names and shapes the files lack. Load it where "
             "it was trained, and save it under SHARDED_STATE_DICT"
         )
-    describes_cuts = any(
+    are_described = any(
         not part.is_plain for parts in states.parts.values() for _, part in parts.values()
     )
-    if cut is None and not describes_cuts and ranks > 1:
+    if cut is None and not are_described and ranks > 1:
         cut = plain_parts.find_meta_cut(folder, states.parts, ranks)
-    if cut is None and not describes_cuts and ranks > 1 and rank_files.MODEL in groups:
+    if cut is None and not are_described and ranks > 1 and rank_files.MODEL in groups:
         raise UsageError(
             f"{folder} has files of {ranks} ranks with plain tensors, whose sharding is not "
             f"described; give the mesh and rules: --source-mesh tp={ranks} --source-rule "
@@ -66,7 +66,7 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
         )
     mesh = None if cut is None else cut.mesh
     known: dict[str, StoredTensor] = {}
-    if cut is not None and describes_cuts:
+    if cut is not None and are_described:
         known, mesh = plain_parts.cut_lacking_parts(folder, states.parts, cut, ranks)
     elif cut is not None:
         known = plain_parts.cut_plain_parts(folder, states.parts, cut, ranks)

@@ -143,7 +143,7 @@ class NewHeader(Record, eq=False):
             # Quoted twice: this JSON, in ASCII as of `json.dumps`, is a text in the header's JSON.
             quoted = map(encode_basestring, map(encode_basestring_ascii, names))
             pairs = zip(quoted, kind.tolist(), strict=True)
-            yield between + ", ".join([f"{name[1:-1]}{texts[of]}" for name, of in pairs])
+            yield between + ", ".join([f"{name[1:-1]}{texts[number]}" for name, number in pairs])
             between = ", "
         yield '}"' if len(self.rows) else '"{}"'
 
@@ -182,7 +182,7 @@ def aligned_rows(kinds: Sequence[HeaderKind], kind: IntArray) -> IntArray:
     >>> aligned_rows([(dtype("F32"), (3,)), (dtype("F32"), (2, 1024))], np.array([0, 1])).tolist()
     [1, 0]
     """
-    is_rest = [tensor_size_bytes(*one) % _ALIGNMENT_BYTES > 0 for one in kinds]
+    is_rest = [tensor_size_bytes(*header_kind) % _ALIGNMENT_BYTES > 0 for header_kind in kinds]
     rows: IntArray = np.argsort(np.array(is_rest or [False])[kind], kind="stable")
     return rows
 

@@ -171,7 +171,7 @@ def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Ch
             columns = columns.without(header.unreadable)
         names_in += columns.names
         # Many tensors of a model are of the same kind.
-        numbers = [kinds.setdefault(one, len(kinds)) for one in columns.kinds]
+        numbers = [kinds.setdefault(header_kind, len(kinds)) for header_kind in columns.kinds]
         kind.append(np.array(numbers or [0], dtype=np.int64)[columns.kind])
         shards.append((0, name, first + np.arange(len(columns)), columns.starts))
         first += len(columns)
@@ -207,7 +207,7 @@ def plan_headers(
         make_name: the name of a file by its number, from 1, and their number; `name_file` if None.
     """
     make_name = make_name or name_file
-    sizes, numbers = [tensor_size_bytes(*one) for one in kinds], kind.tolist()
+    sizes, numbers = [tensor_size_bytes(*header_kind) for header_kind in kinds], kind.tolist()
     if source_files:
         row_of = {name: row for row, name in enumerate(names)}
         by_file = group_by_file(names, source_files)

@@ -192,6 +192,7 @@ class PlainValues:
 
     def add(self, name: str, value: Any, path: StatePath = (), label: str = "the state") -> None:
         """Add a value if it is plain, or list it as unread. A name that is taken stays."""
+        # In a list, which stays a single value unless it contains a tensor.
         flat = flatten_state([value], label)
         if flat.tensors or flat.unread:
             reasons = [_AMONG_VALUES] if flat.tensors else [*flat.unread.values()]

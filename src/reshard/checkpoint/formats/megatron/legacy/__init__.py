@@ -68,7 +68,7 @@ def check_complete(folder: Path, sizes: Parallelism) -> None:
             f"{f', and {len(missing) - 1} more' if missing[1:] else ''}; the arguments have "
             f"tp {sizes.tp}, pp {sizes.pp}, ep {sizes.ep}. Fetch it, the checkpoint is incomplete"
         )
-    names = [sizes.folder_name(one) for one in sizes.places()]
+    names = [sizes.folder_name(place) for place in sizes.places()]
     without = [name for name in names if not (folder / name / OPTIMIZER_NAME).is_file()]
     if without and len(without) < len(names):
         raise CheckpointError(

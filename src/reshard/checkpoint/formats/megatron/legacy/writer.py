@@ -86,6 +86,7 @@ class RankFoldersPlanner:
             )
         self.builder = TorchFilesBuilder(new.tensors)
         iteration = new.values.get("iteration", 0)
+        # Names of folders have 7 digits.
         is_usual = type(iteration) is int and 0 <= iteration < 10**7
         self.folder = iteration_name(iteration if is_usual else 0)
 

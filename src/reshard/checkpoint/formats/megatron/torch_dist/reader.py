@@ -89,12 +89,12 @@ def read(folder: Path) -> Checkpoint:
             f"{folder / CONFIG_NAME} has the backend {backend!r}; only {BACKEND!r} "
             "is read. Load it with the Megatron-core that wrote it, and save it as torch_dist"
         )
-    found = reader.read(folder)
+    checkpoint = reader.read(folder)
     state = _read_common(folder)
-    tensors = {one.name: one for one in _name_tensors(found)}
+    tensors = {tensor.name: tensor for tensor in _name_tensors(checkpoint)}
     unread: list[tuple[str, str]] = []
-    if has_buckets(found):
-        in_buckets, unread = read_buckets(folder, found, state, tensors)
+    if has_buckets(checkpoint):
+        in_buckets, unread = read_buckets(folder, checkpoint, state, tensors)
         tensors |= in_buckets
     parameters = {
         name: tensor.shape
@@ -103,20 +103,20 @@ def read(folder: Path) -> Checkpoint:
     }
     note = set_groups(state, parameters)
     return dataclasses.replace(
-        found,
+        checkpoint,
         format=FORMAT_NAME,
         tensors=tensors,
         values=state.values,
-        paths={**_keep_paths(found, tensors), **state.paths},
-        checksums=tuple(_name_checksums(found.checksums, tensors)),
-        items={name: item for name, item in found.items.items() if not is_of_buckets(name)},
-        attributes={k: v for k, v in found.attributes.items() if k != "mcore_data"},
+        paths={**_keep_paths(checkpoint, tensors), **state.paths},
+        checksums=tuple(_name_checksums(checkpoint.checksums, tensors)),
+        items={name: item for name, item in checkpoint.items.items() if not is_of_buckets(name)},
+        attributes={k: v for k, v in checkpoint.attributes.items() if k != "mcore_data"},
         unread=(
-            *found.unread,
+            *checkpoint.unread,
             *((f"{COMMON_NAME}: {name}", why) for name, why in state.unread),
             *unread,
         ),
-        notes=(*found.notes, *([note] if note else [])),
+        notes=(*checkpoint.notes, *([note] if note else [])),
     )
 
 
@@ -160,8 +160,8 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
                     else [tensor]
                 )
                 continue
-            for one in stacked_names.unstack(dataclasses.replace(tensor, name=state[0])):
-                yield stacked_names.name_state((one.name, state[1]), one)
+            for part in stacked_names.unstack(dataclasses.replace(tensor, name=state[0])):
+                yield stacked_names.name_state((part.name, state[1]), part)
 
     yield from stacked_names.name_parameters(name_all(), found.folder)
 
@@ -180,8 +180,8 @@ def _name_checksums(
     names: dict[tuple[str, int], str] = {}
     for name, tensor in tensors.items():
         for address in tensor.binding.addresses.values():
-            for one in address if isinstance(address, tuple) else (address,):
-                names.setdefault((one.path, one.start_bytes), name)  # type: ignore[union-attr]
+            for place in address if isinstance(address, tuple) else (address,):
+                names.setdefault((place.path, place.start_bytes), name)  # type: ignore[union-attr]
     for checksum in checksums:
         owner = names.get((checksum.place.path, checksum.place.start_bytes))
         if owner is not None:
@@ -201,6 +201,7 @@ def bind_flat_ranges(tensor: StoredTensor, described: object) -> StoredTensor:
     stored = tensor.shape
     if shape is None:
         return tensor
+    # A damaged file may have a count of 0, or another number of dimensions.
     blocks = tuple(n // max(count, 1) for n, count in zip(shape, stored, strict=False))
     if (
         len(stored) != len(shape) + 1

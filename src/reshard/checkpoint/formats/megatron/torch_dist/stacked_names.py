@@ -97,6 +97,7 @@ def name_state(state: tuple[str, str] | None, tensor: StoredTensor) -> StoredTen
     """
     if state is None:
         return tensor
+    # Names of modules never contain this separator.
     return _rename(tensor, f"{state[1]}\0{state[0]}")
 
 
