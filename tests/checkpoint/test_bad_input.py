@@ -512,6 +512,7 @@ def test_a_file_replaced_by_one_of_another_shape_beside_a_manifest(whole: Path) 
     [
         ({"to": "0"}, "at least 1"),
         ({"to": "many"}, "cannot read the target"),
+        ({"to": "²"}, "cannot read the target"),
         ({"to": "full", "rules": ["*=tp, -"]}, "rules cannot go together"),
         ({"to": "full", "format": "sharded-safetensors"}, "cannot go together"),
         ({"to": "full", "strategy": "simple"}, "cannot go together"),

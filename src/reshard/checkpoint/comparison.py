@@ -511,6 +511,7 @@ def check_digests(
             checkpoint, [name for name in recorded_names if name not in checked]
         )
     finally:
+        # As above, the threads first: they read these files.
         results.close()
         files.close()
     for row in rows.tolist():

@@ -64,6 +64,7 @@ class StoredTensor(Record):
     digest: TensorDigest | None = None
 
     def __post_init__(self) -> None:
+        # It only makes file ranges; to list them would take time for every rank.
         if isinstance(self.binding.addresses, FileRanges):
             return
         for slot, address in self.binding.addresses.items():
@@ -95,6 +96,7 @@ class StoredTensor(Record):
         cells are consecutive. Raises CheckpointError if the slot does not store the cell.
         """
         address = self.binding.addresses.get(slot)
+        # The address of a cell itself, from which no offset is counted.
         if isinstance(address, tuple):
             address, offset = address[cell], 0
         if not isinstance(address, FileRange):

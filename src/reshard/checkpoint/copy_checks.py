@@ -810,6 +810,7 @@ def _make_hasher() -> Any:
     try:
         import xxhash
     except ImportError:
+        # Digests are compared only with others of the same run, so any hash serves.
         import hashlib
 
         return hashlib.blake2b(digest_size=16)

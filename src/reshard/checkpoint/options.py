@@ -996,7 +996,8 @@ def _parse_target(to: Target) -> tuple[DeviceMesh | None, int | None]:
     text = str(to).strip()
     if text == "full":
         return None, None
-    if text.isdigit():
+    # Not `isdigit`, which has superscripts too, that `int` refuses.
+    if text.isdecimal():
         if int(text) < 1:
             raise UsageError(f"{to} ranks; expected at least 1")
         if int(text) > MAX_RANKS:

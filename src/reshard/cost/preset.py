@@ -217,6 +217,7 @@ def read_preset(content: bytes, where: str) -> Preset:
     """
     try:
         table = tomllib.loads(content.decode())
+    # Both bytes that are not UTF-8 and wrong TOML raise it.
     except ValueError as error:
         raise LayoutError(f"{where} is not TOML: {error}") from error
     types = _REQUIRED | _OPTIONAL
@@ -326,6 +327,7 @@ def _read_device(table: dict[str, Any], where: str) -> Device:
     if type(rates) is not dict:
         raise LayoutError(f"{where}: [device] has operations_per_s = {rates!r}; a table by type")
     try:
+        # Speeds are looked up by the full names of types, and files may have short ones.
         pairs = tuple((dtype(name).name, rate) for name, rate in rates.items())
         return Device(table["memory_bytes_per_s"], pairs)
     except (LayoutError, UsageError) as error:

@@ -143,6 +143,7 @@ NOTATIONS = {
             "megatron",
             "reshard.notation.megatron",
             "tp=2 dp=4 | partition_dim=0",
+            # `order=row` and `order=column` are ScaLAPACK's.
             r"\bpartition_(?:dim|stride|sizes)\b|^\s*(?:e?tp|cp|e?dp|pp|ep|order|offset)\s*=(?!\s*(?:row|column)\b)",
         ),
     )

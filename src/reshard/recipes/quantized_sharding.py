@@ -173,6 +173,7 @@ def scale_to_groups(
             levels = [Level(old.axes, rule) for old, rule in zip(dim.levels, rules, strict=True)]
             result = DimSpec(levels, dim.is_open, dim.priority)
             try:
+                # Tables are interned: equal tables are the same object.
                 if result.table(mesh, stored_length) is wanted:
                     return result
             except RuleError:
@@ -216,6 +217,7 @@ def _find_touched(table: RunTable, elements: int, indices: int, stored_length: i
     return Windows(tuple(windows))
 
 
+# A comma in brackets separates the numbers of a cut rule.
 _OUTSIDE_BRACKETS = r"(?![^\[]*\])"
 
 
@@ -298,6 +300,7 @@ class FoldedWeights:
                 if cut in recipe.cuts and dimension not in uncut:
                     units[cut] = math.lcm(units.get(cut, 1), groups[dimension])
         moved = {
+            # The text of the default rule is empty, and braces need a word.
             name: align_rule(parse_rule(recipe.cuts[name]), unit).text or "ceil"
             for name, unit in units.items()
             if unit > 1

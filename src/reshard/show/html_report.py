@@ -317,6 +317,7 @@ def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) ->
         svg, grid, has_stripes = svg_picture(
             layout,
             colours,
+            # Ids of gradients must differ within a page.
             f"{word}-{number}",
             dimensions=dimensions,
             origins=origins(change.transfers) if word == "after" else None,

@@ -39,6 +39,7 @@ _OLD_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|position_ids|"
     r"num_batches_tracked)$"
 )
+# Llama, GPT-2, BLOOM and GPT-NeoX name their embeddings and output layers so.
 _VOCABULARY = re.compile(
     r"(^|\.)(embed_tokens|lm_head|wte|word_embeddings|embed_in|embed_out)(\.weight|\.bias)?$"
 )
@@ -248,6 +249,7 @@ def _without_padding(found: TensorDifferences, config: Mapping[str, Any]) -> Ten
     misshapen = tuple(
         (name, shape, expected)
         for name, shape, expected in found.misshapen
+        # Padding adds rows only.
         if name not in padded or shape[1:] != expected[1:]
     )
     return found.replace(misshapen=misshapen)

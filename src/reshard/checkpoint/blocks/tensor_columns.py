@@ -45,6 +45,7 @@ class TensorKind(Record):
     places: tuple[tuple[int, int | None], ...]
     files: tuple[str, ...]
     spec: str | None = None
+    # A dict cannot be hashed; kinds that are equal hash alike without it.
     views: Mapping[int, View | tuple[View, ...]] = field(default_factory=dict, hash=False)
 
     @property
@@ -277,9 +278,8 @@ class TensorColumns(Mapping[str, StoredTensor]):
     @cached_property
     def first(self) -> IntArray:
         """The index in `starts` of each tensor's first place, shape `(tensors,)`."""
-        places = np.array([len(kind.places) for kind in self.kinds] or [0], dtype=np.int64)
-        each = places[self.kind] if len(self.kind) else np.zeros(0, dtype=np.int64)
-        first: IntArray = np.cumsum(each) - each
+        places = self.by_kind([len(kind.places) for kind in self.kinds])
+        first: IntArray = np.cumsum(places) - places
         return first
 
     @cached_property
@@ -289,8 +289,6 @@ class TensorColumns(Mapping[str, StoredTensor]):
 
     def by_kind(self, values: Sequence[int]) -> IntArray:
         """Return a number of each kind for each tensor: shape `(tensors,)`."""
-        if not len(self.kind):
-            return np.zeros(0, dtype=np.int64)
         spread: IntArray = np.array(values, dtype=np.int64)[self.kind]
         return spread
 

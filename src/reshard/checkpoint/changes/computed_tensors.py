@@ -361,6 +361,8 @@ class ChangedReader:
                 at.append(end)
                 of_section.append(digest)
                 size = block.nbytes
+                # Rounded as in the plan of the batch (`work_items`), which determines the size of
+                # the memory.
                 end += int(aligned_bytes(np.array(size)))
             blocks.append(BlockMemory(memory, np.array(at, dtype=np.int64), size))
             digests.append(of_section)

@@ -190,6 +190,7 @@ class SourceDigests:
         if stop - start != box.elements:
             blocks.touch(start * size, stop * size)
             return
+        # Digests take contiguous memory only.
         memory = np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data
         self._add_range(blocks, start * size, memory)
 

@@ -138,6 +138,7 @@ class CheckpointFormat(ABC):
                 DeprecationWarning,
                 stacklevel=2,
             )
+            # Type checkers refuse an assignment to a method.
             setattr(cls, "detect", _detect_by_path(vars(cls)["detect"]))  # noqa: B010
 
     def __getattr__(self, name: str) -> Any:

@@ -60,6 +60,7 @@ class SourceSharding(Record):
     mesh: DeviceMesh
     rules: tuple[Rule, ...] = ()
     recipe: Recipe | None = None
+    # A dict cannot be hashed.
     config: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -196,6 +197,7 @@ def describe_numbering(sharding: SourceSharding, mesh: DeviceMesh) -> tuple[str,
 def _list_numberings(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
     """Yield the mesh, and the same with its ranks numbered in other orders of its axes."""
     yield mesh
+    # Ranks that the user listed are not numbered again.
     if mesh.devices != tuple(range(mesh.size)) or len(mesh.shape) > _MAX_AXES:
         return
     for order in itertools.permutations(range(len(mesh.shape))):

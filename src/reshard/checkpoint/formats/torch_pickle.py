@@ -185,6 +185,7 @@ def read_flat_state(path: Path) -> FlatState:
         FormatError: a file that is damaged, or holds an object of a class instead of tensors.
     """
     flat = flatten_state(read_torch_file(path), str(path))
+    # The path of the whole content is empty.
     if "" in flat.unread:
         raise FormatError(
             f"{path} holds {flat.unread['']}, no state; to make it would run a program. Load it "
@@ -232,6 +233,7 @@ def _note_ties(archived: list[tuple[str, str, ArchivedTensor]]) -> tuple[str, ..
     """Return a note if tensors are the same storage under several names."""
     names: dict[tuple[Any, ...], list[str]] = {}
     for name, file, tensor in archived:
+        # Tensors without elements share no bytes, even at the same address.
         if 0 not in tensor.shape:
             key = file, tensor.start_bytes, tensor.view, tensor.shape, tensor.dtype
             names.setdefault(key, []).append(name)

@@ -67,6 +67,7 @@ class VllmShardedStateFormat(CheckpointFormat):
         tensors: dict[str, StoredTensor] = {}
         files, metadata = [], dict[str, str]()
         ranks: dict[str, int] = {}
+        # By number: as text, rank 10 would precede rank 9.
         names = sorted(list_files(path), key=_file_key)
         _expect_all_parts(path, names)
         for name in names:
@@ -147,6 +148,7 @@ def rank_prefix(rank: int, tp: int, pp: int) -> str:
 
 
 def _name_part(rank: str, number: int, many: int) -> str:
+    # vLLM counts parts from 0; the files of an index are counted from 1.
     return f"model-{rank}-part-{number - 1}{SUFFIX}"
 
 

@@ -351,6 +351,7 @@ def _parse_renaming(text: str) -> tuple[re.Pattern[str], tuple[str | int, ...]]:
             "'layers.*.w1=model.layers.*.gate'"
         )
     parts = pattern.split("*")
+    # Names may contain line breaks.
     expression = re.compile("(.*?)".join(map(re.escape, parts)), re.DOTALL)
     stars = len(parts) - 1
     pieces: list[str | int] = []
@@ -513,6 +514,7 @@ def _follow_parameters(
             moved[parameter] = _find_parameter(stripped, renamed, state)
     for name, (parameter, key) in state.tensors.items():
         taken = new[name]
+        # Another name shows that a pattern matches the state itself, which takes precedence.
         if key and parameter in moved and taken == selection.strip(name):
             new[name] = _replace_parameter(taken, parameter, moved[parameter])
     # The names of items and values in groups may contain a parameter.
@@ -528,6 +530,7 @@ def _follow_parameters(
 
 def _find_parameter(weight: str, renamed: str, state: TrainingState) -> str:
     """Return the new name of the parameter whose weight `weight` becomes `renamed`."""
+    # The longest first: `model.` begins `model.module.` too.
     for prefix in sorted(state.weight_prefixes, key=len, reverse=True):
         if prefix and weight.startswith(prefix) and renamed.startswith(prefix):
             return renamed.removeprefix(prefix)

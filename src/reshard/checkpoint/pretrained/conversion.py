@@ -189,6 +189,7 @@ def plan_for_pretrained(
         "config": hashlib.blake2b(content, digest_size=16).hexdigest(),
     }
     return Conversion(
+        # Companions are in `rewritten`: they may come from another folder.
         weights.replace(carried=(), left_out=(), notes=tuple(notes)),
         target,
         write_plan,

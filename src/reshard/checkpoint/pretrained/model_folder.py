@@ -138,6 +138,7 @@ def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]
     result = dict(config)
     if dtype is None:
         return result
+    # All versions of transformers read `torch_dtype`; only late ones read `dtype`.
     for key in [key for key in _DTYPE_KEYS if key in result] or ["torch_dtype"]:
         result[key] = dtype.name
     for key, part in result.items():

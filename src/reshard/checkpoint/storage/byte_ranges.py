@@ -57,6 +57,7 @@ def coalesce(
     """
     count = len(start)
     gaps = np.broadcast_to(np.asarray(gap_bytes, dtype=np.int64), start.shape)
+    # The last key is the first to sort by.
     order = np.lexsort((start, file)) if count > 1 else np.arange(count)
     ends = np.append(np.flatnonzero(np.diff(file[order])) + 1, len(order)).tolist()
     low = 0

@@ -145,6 +145,7 @@ class ParameterPattern(Interned):
         self.dtype = dtype
         dims = len(self.shape)
         given = [np.asarray(column, dtype=np.int64) for column in columns]
+        # NumPy cannot infer the number of rows without elements.
         tables = [given[i].reshape(-1, dims) if dims else given[i] for i in (0, 1, 4)]
         rows = len(given[2])
         if any(len(column) != rows for column in (*tables, *given)):
@@ -159,6 +160,7 @@ class ParameterPattern(Interned):
         self.constants = tuple(sorted(constants, key=lambda region: region.box))
         self.unfilled = tuple(sorted(unfilled))
         self._check()
+        # Patterns are interned, and their arrays are parts of their keys.
         for column in self.columns:
             column.flags.writeable = False
 

@@ -188,6 +188,7 @@ class RankFilesFormat(CheckpointFormat):
         """Return whether a folder has files of ranks with a model or an optimizer."""
         if not listing.is_folder:
             return False
+        # Extra state alone, such as random states, accompanies checkpoints of other formats too.
         return any(file.kind in (MODEL, OPTIMIZER) for file in find_rank_files(listing.path))
 
     def open(self, path: Path) -> Checkpoint:

@@ -33,6 +33,7 @@ def data_file_name(rank: int) -> str:
     >>> data_file_name(3)
     '__3_0.distcp'
     """
+    # PyTorch numbers the files of a rank from 0.
     return f"__{rank}_0{SUFFIX}"
 
 

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from reshard.checkpoint.formats.megatron.rank_layouts import Parallelism
 
 FORMAT_NAME = "megatron-legacy"
+# Old versions of Megatron call it `model_rng.pt` if the optimizer is in files of its own.
 MODEL_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_NAME = "distrib_optim.pt"
+# Megatron prints the tensor-parallel rank with two digits or more, the others with three.
 _FOLDER = r"mp_rank_(\d{2,4})(?:_(\d{3}))?(?:_(\d{3}))?"
 
 
@@ -69,6 +71,7 @@ def check_complete(folder: Path, sizes: Parallelism) -> None:
             f"tp {sizes.tp}, pp {sizes.pp}, ep {sizes.ep}. Fetch it, the checkpoint is incomplete"
         )
     names = [sizes.folder_name(place) for place in sizes.places()]
+    # A save without a distributed optimizer has the file on no rank.
     without = [name for name in names if not (folder / name / OPTIMIZER_NAME).is_file()]
     if without and len(without) < len(names):
         raise CheckpointError(

@@ -31,6 +31,7 @@ from reshard.checkpoint.formats.write_plan import (
     WritePlan,
 )
 
+# The second file of rank 0: the first has its chunks (`data_file_name`).
 OBJECTS_NAME = "__0_1.distcp"
 _LINEAR = re.compile(r"^(.*\.linear_\w+)\.weight$")
 
@@ -170,5 +171,6 @@ def _optimizer_state(write_plan: WritePlan, is_distributed: bool) -> dict[Any, A
 
     has_experts = any(map(modules.is_expert, write_plan.tensors))
     if has_experts and _axis_sizes(write_plan).get("ep", 1) > 1:
+        # Megatron chains two optimizers, that of dense parameters first.
         return {0: make(False), 1: make(True)}
     return make(False)
