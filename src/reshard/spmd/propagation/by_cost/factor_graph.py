@@ -719,8 +719,8 @@ class CostSum:
                 # Only a lower sum counts, so that equal choices do not alternate.
                 if costs[best] < costs[chosen[variable]]:
                     chosen[variable] = best
-                    for ended_table in beside[variable]:
-                        chosen[ended_table] = self._find_least(ended_table, chosen)
+                    for other in beside[variable]:
+                        chosen[other] = self._find_least(other, chosen)
                     waiting.update(self._find_near((variable, *beside[variable])) & beside.keys())
                     # Its own choice is the best now.
                     waiting.discard(variable)
