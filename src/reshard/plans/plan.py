@@ -81,6 +81,7 @@ class Plan(Interned):
         # If each element has a single holder, the change determines the senders without a job.
         if self.change.is_determined:
             return self.change.transfers
+        # A job leaves out tensors without transfers.
         return self.job.transfers.get(_NAME, Transfers.none(self.source.ndim))
 
     def for_rank(self, rank: int) -> Transfers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -94,6 +96,48 @@ def test_awaited_in_a_coroutine(source: Path) -> None:
 
     one, other = asyncio.run(both())
     assert one.keys() == other.keys() == WHOLE.keys()
+
+
+def test_a_cancelled_task_leaves_the_work() -> None:
+    go_on = threading.Event()
+
+    def hold(progress: object, stop: threading.Event) -> bool:
+        return go_on.wait(60)
+
+    async def give_up(work: BackgroundWork[bool]) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_await(work), 0.01)
+
+    work = BackgroundWork(hold, None)
+    asyncio.run(give_up(work))
+    assert not work.done()
+    go_on.set()
+    assert work.result(60)
+
+
+async def _await(work: BackgroundWork[bool]) -> bool:
+    return await work
+
+
+def test_ctrl_c_interrupts_a_wait() -> None:
+    go_on = threading.Event()
+
+    def hold(progress: object, stop: threading.Event) -> bool:
+        return go_on.wait(60)
+
+    work = BackgroundWork(hold, None)
+    interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    # A shell may have started the tests with it ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work.wait(60)
+    finally:
+        interrupt.join()
+        signal.signal(signal.SIGINT, handler)
+        go_on.set()
+    assert work.result(60)
 
 
 def test_work_of_any_kind() -> None:

@@ -28,6 +28,8 @@ class BackgroundWork(Generic[Result]):
     def __init__(self, work: Callable[..., Result], progress: ProgressFunction | None) -> None:
         self._stop = threading.Event()
         self._future: Future[Result] = Future()
+        # A pending future would be cancelled with a task that awaits it, and then take no result.
+        self._future.set_running_or_notify_cancel()
         self._tell = progress
         self.progress: Progress | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="reshard-background")
@@ -52,8 +54,8 @@ class BackgroundWork(Generic[Result]):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end of the work, for at most `timeout_s`; return whether it has ended."""
-        # `result` raises the error of the work.
-        with suppress(TimeoutError, BaseException):
+        with suppress(TimeoutError):
+            # Returns the error of the work, which `result` raises.
             self._future.exception(timeout_s)
         return self.done()
 

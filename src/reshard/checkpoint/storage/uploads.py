@@ -182,6 +182,7 @@ class PartSender(Closing):
 
     def finish(self) -> None:
         """Wait until all parts are sent. Raises the error of a part, if any."""
+        # All slots are free only when no part is in flight.
         for _ in range(self._count):
             self._free.acquire()
         self._free.release(self._count)

@@ -132,6 +132,7 @@ _FRAME_BYTES = _HEADER.size + _LENGTH.size + 2 + _CHECKSUM.size
 # The database's configuration in `encode_manifest`. Values up to the first limit are in leaves.
 MAX_INLINE_BYTES = 1024
 _MAX_ENCODED_NODE_BYTES = 100_000_000
+# The default of TensorStore.
 _ARITY_LOG2 = 4
 
 

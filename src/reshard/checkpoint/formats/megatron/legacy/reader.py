@@ -402,6 +402,7 @@ class RankOptimizer:
                 for slot, region in regions
                 if region.start[0] <= number < region.stop[0]
             ]
+            # Transposed, and without the dimension of experts.
             shape = param.shape[:0:-1]
             yield StateBlock(param.chunk, name, key, dtype, shape, path, own)
 
