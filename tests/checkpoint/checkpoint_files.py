@@ -30,7 +30,7 @@ from reshard.checkpoint.formats.safetensors.header import FileHeader, HeaderTens
 from reshard.checkpoint.formats.safetensors.header_writer import (
     NewHeader,
     aligned_rows,
-    place_header,
+    check_header,
 )
 from reshard.dtypes import ALL_DTYPES, DType
 from reshard.dtypes import dtype as as_dtype
@@ -110,7 +110,7 @@ def build_header(
     names = tuple(name for name, _, _ in tensors)
     rows = np.arange(len(names))
     new = NewHeader(names, rows, kinds, kind, metadata or {})
-    place_header(new, label)
+    check_header(new, label)
     placed = HeaderTensors(names, kinds, kind, new.starts)
     return b"".join(new.pieces()), FileHeader(
         label, new.metadata, placed, new.data_start_bytes, new.file_size_bytes

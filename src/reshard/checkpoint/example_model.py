@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.checkpoint.formats.safetensors.header import number_kinds
-from reshard.checkpoint.formats.safetensors.header_writer import place_header, place_rows
+from reshard.checkpoint.formats.safetensors.header_writer import check_header, place_rows
 from reshard.checkpoint.formats.safetensors.huggingface import SINGLE_FILE
 from reshard.checkpoint.storage.filesystem import translate_os_errors
 from reshard.dtypes import dtype
@@ -91,7 +91,8 @@ def _weight_pieces() -> Iterator[bytes]:
     names = tuple(shapes)
     kinds, kind = number_kinds((dtype("float32"), shape) for shape in shapes.values())
     (header,) = place_rows(names, np.arange(len(names)), kinds, kind, {"format": "pt"})
-    yield from place_header(header).pieces()
+    check_header(header)
+    yield from header.pieces()
     for row in header.rows.tolist():
         yield _values(row, shapes[names[row]]).astype("<f4").tobytes()
 

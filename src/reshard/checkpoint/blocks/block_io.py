@@ -741,11 +741,8 @@ def find_written_ranges(
 def _find_ranges(writer: BlockWriter, rows: IntArray, blocks: IntArray, at: int) -> WrittenRanges:
     columns = writer.columns
     kinds = columns.kind[rows]
-    order = np.lexsort((blocks, kinds))
-    pairs = np.stack([kinds[order], blocks[order]])
-    cuts = np.flatnonzero((pairs[:, 1:] != pairs[:, :-1]).any(axis=0)) + 1
     parts: list[IntArray] = [np.zeros((5, 0), dtype=np.int64)]
-    for chosen in np.split(order, cuts) if len(order) else ():
+    for chosen in split_alike(kinds, blocks):
         extents = writer.extents(int(kinds[chosen[0]]), int(blocks[chosen[0]]))
         file, place, low, high, size = extents.T[:, None, :]
         begin = columns.starts[columns.first[rows[chosen]][:, None] + place]
@@ -760,3 +757,15 @@ def _find_ranges(writer: BlockWriter, rows: IntArray, blocks: IntArray, at: int)
         )
         parts.append(ranges.reshape(5, -1))
     return WrittenRanges(*np.concatenate(parts, axis=1))
+
+
+def split_alike(first: IntArray, second: IntArray) -> list[IntArray]:
+    """Return the rows of each pair of values, in the order of the pairs; rows keep their order.
+
+    >>> [rows.tolist() for rows in split_alike(np.array([1, 0, 1, 1]), np.array([5, 2, 5, 4]))]
+    [[1], [3], [0, 2]]
+    """
+    order = np.lexsort((second, first))
+    pairs = np.stack([first[order], second[order]])
+    cuts = np.flatnonzero((pairs[:, 1:] != pairs[:, :-1]).any(axis=0)) + 1
+    return np.split(order, cuts) if len(order) else []

@@ -26,6 +26,7 @@ from reshard.checkpoint.blocks.block_io import (
     OpenFiles,
     Section,
     aligned_bytes,
+    split_alike,
 )
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
 from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns
@@ -231,16 +232,14 @@ class WorkItems(Record, eq=False):
         is_computed = bool(source_rows[0] < 0)
         source_kind = source_rows if is_computed else self.source.kind[source_rows]
         # Sorted by kind; blocks of the same kind stay in the order of the target.
-        order = np.lexsort((source_kind, target_kind))
-        pairs = np.stack([target_kind[order], source_kind[order]])
-        cuts = np.flatnonzero((pairs[:, 1:] != pairs[:, :-1]).any(axis=0)) + 1
+        alike = split_alike(target_kind, source_kind)
         reads, writes = [], []
-        for chosen in np.split(order, cuts):
+        for chosen in alike:
             if not is_computed:
                 reads.append(Section(int(source_kind[chosen[0]]), source_rows[chosen], 0))
             writes.append(Section(int(target_kind[chosen[0]]), rows[chosen], 0))
         size_bytes = int(self.target.tensor_bytes[rows].sum())
-        return Batch(numbers[order], tuple(reads), tuple(writes), size_bytes)
+        return Batch(numbers[np.concatenate(alike)], tuple(reads), tuple(writes), size_bytes)
 
 
 class HostBlocks(Record, eq=False):

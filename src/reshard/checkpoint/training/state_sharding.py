@@ -59,6 +59,7 @@ class StateSharding:
         recipe: the recipe whose rules come after them, if any. A prefix that its names lack is
             removed from the names that rules match (`aliases`).
 
+    >>> from reshard.checkpoint.training.state import find_training_state
     >>> shapes = {"model.up": (8, 4), "optim.state.up.exp_avg": (8, 4), "optim.state.up.step": ()}
     >>> StateSharding(shapes, find_training_state(shapes)).leaders
     {'model.up': (8, 4)}

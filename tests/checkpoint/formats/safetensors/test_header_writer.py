@@ -17,7 +17,7 @@ from reshard.checkpoint.formats.safetensors.header import parse_header
 from reshard.checkpoint.formats.safetensors.header_writer import (
     HeaderFile,
     NewHeader,
-    place_header,
+    check_header,
     place_rows,
 )
 from reshard.dtypes import dtype
@@ -109,6 +109,6 @@ def test_a_name_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     names = ["w" * 10_000, "b"]
     headers = place_rows(names, np.arange(2), KINDS, np.zeros(2, np.int64), {})
     assert len(headers) == 2
-    place_header(headers[1])
+    check_header(headers[1])
     with pytest.raises(UsageError, match="bytes, expected at most 8192"):
-        place_header(headers[0], "a file")
+        check_header(headers[0], "a file")

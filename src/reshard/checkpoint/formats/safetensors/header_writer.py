@@ -5,11 +5,11 @@ their sizes when it plans, and makes them when it writes them, a piece at a time
 
     |length |{"__metadata__":{...,"DCP_SHARDING_INFO":"{\"w\": ... | \"x\": ..."},"w":{ | ...
 
-1. `place_rows` divides tensors among files, and `place_header` checks that a header is valid.
+1. `place_rows` divides tensors among files.
 2. `NewHeader.pieces` yields its bytes. The parts of entries that depend only on the kind of a
    tensor are formatted once. The header is padded with spaces, so that the data starts at a
    multiple of the file system's blocks.
-3. A `HeaderFile` is a file of a new checkpoint that begins with a header.
+3. A `HeaderFile` is a file of a new checkpoint that begins with a header, which is checked.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ class HeaderFile(NewFile):
 
     @classmethod
     def of(cls, name: str, rank: int, header: NewHeader) -> HeaderFile:
-        """Return the file of a header."""
+        """Return the file of a header. Raises UsageError as `check_header`."""
+        check_header(header, name)
         return cls(StoredFile(name, header.file_size_bytes, rank), header=header)
 
     def known_bytes(self) -> Iterator[tuple[int, bytes]]:
@@ -227,8 +228,8 @@ def place_rows(
         files = min(len(rows), max(files + 1, -(-files * longest // LARGEST_HEADER_BYTES)))
 
 
-def place_header(header: NewHeader, label: str = "new file") -> NewHeader:
-    """Check a header, and return it.
+def check_header(header: NewHeader, label: str = "new file") -> None:
+    """Check a header; `label` names its file in errors.
 
     Raises:
         UsageError: a type without a tag, a name given twice or reserved, an impossible shape,
@@ -257,7 +258,6 @@ def place_header(header: NewHeader, label: str = "new file") -> NewHeader:
             f"{label}: the header has {length} bytes, expected at most {LARGEST_HEADER_BYTES} "
             "(100 MB)"
         )
-    return header
 
 
 def _check_names(label: str, names: Sequence[str]) -> None:

@@ -42,7 +42,6 @@ from reshard.checkpoint.formats.safetensors.header import (
 from reshard.checkpoint.formats.safetensors.header_writer import (
     HeaderFile,
     NewHeader,
-    place_header,
     place_rows,
 )
 from reshard.checkpoint.formats.write_plan import (
@@ -219,10 +218,7 @@ def plan_headers(
         rows = np.array(group, dtype=np.int64)
         placed += place_rows(names, rows, kinds, kind[rows], metadata)
     many = len(placed)
-    return {
-        make_name(number, many): place_header(header, make_name(number, many))
-        for number, header in enumerate(placed, start=1)
-    }
+    return {make_name(number, many): header for number, header in enumerate(placed, start=1)}
 
 
 def name_file(number: int, many: int) -> str:

@@ -45,7 +45,6 @@ from reshard.checkpoint.formats.safetensors.header import (
 )
 from reshard.checkpoint.formats.safetensors.header_writer import (
     HeaderFile,
-    place_header,
     place_rows,
 )
 from reshard.checkpoint.formats.safetensors.huggingface import INDEX_NAME
@@ -178,7 +177,7 @@ class ShardedFormat(CheckpointFormat):
         for rank, headers in placed.items():
             for number, header in enumerate(headers, start=1):
                 file = shard_file_name(rank, number, many)
-                files.append(HeaderFile.of(file, rank, place_header(header, file)))
+                files.append(HeaderFile.of(file, rank, header))
                 shards.append((rank, file, header.rows, header.starts))
         stored_tensors = bind_shards(names, kinds, kind, shards)
         notes: tuple[str, ...] = ()
