@@ -29,7 +29,8 @@ class LocalWork:
         name: of the operator.
         attributes: of the operator, its options among them.
         operands: types with the shardings that the operator runs with; None for a number.
-        result_specs, result_shapes: of the results; empty if only the outcome determines them.
+        result_specs: of the results; empty without a mesh or a rule.
+        result_shapes: of the results; empty without a rule.
         ranks: the ranks in this process.
         library: the library that computes.
         options: names of attributes that the operator's rule does not depend on.
@@ -46,7 +47,9 @@ class LocalWork:
 
     @cached_property
     def result_layouts(self) -> tuple[Layout, ...]:
-        """The layouts of the results."""
+        """The layouts of the results; none without shardings."""
+        if not self.result_specs:
+            return ()
         return tuple(
             spec.layout(shape)
             for spec, shape in zip(self.result_specs, self.result_shapes, strict=True)

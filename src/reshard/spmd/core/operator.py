@@ -271,15 +271,15 @@ class Operator:
     def inferred(self, shapes: Sequence[Sequence[int]], **attributes: Any) -> Inferred:
         """Return the rule and the shapes of the results; cached by shapes and attributes."""
         # Lists become tuples, and names are sorted, so that equal arguments have equal keys.
-        frozen = tuple(sorted((name, _freeze(value)) for name, value in attributes.items()))
-        key = tuple(tuple(int(size) for size in shape) for shape in shapes)
+        frozen = {name: _freeze(attributes[name]) for name in sorted(attributes)}
+        key = tuple([tuple(map(int, shape)) for shape in shapes])
         # Written out, since 1, 1.0 and True are equal, but not the same attribute.
         cached = (self, key, repr(frozen))
         found = _inferred.get(cached)
         if found is None:
             if len(_inferred) >= _MAX_INFERRED:
                 _inferred.clear()
-            found = _inferred[cached] = _infer(self, key, dict(frozen))
+            found = _inferred[cached] = _infer(self, key, frozen)
         return found
 
     def local_functions(self, work: LocalWork) -> list[Function]:
@@ -297,8 +297,10 @@ class Operator:
 
         Examples: an index out of range, a singular matrix, an integer division by 0.
         """
+        if self.fails == "never":
+            return False
         is_cut = any(x is not None and x.is_cut for x in work.operands)
-        if self.fails == "never" or (has_everyone and not is_cut):
+        if has_everyone and not is_cut:
             # If no operand is sharded, every rank has the same elements, and fails in the same way.
             return False
         types = [x.dtype.name for x in work.operands if x is not None]

@@ -10,6 +10,7 @@ from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.local_work import LocalWork
 from reshard.spmd.core.operator import Operator
 from reshard.spmd.core.result_types import compute_few
+from reshard.spmd.rules.rule_builder import Inferred
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import Runner
 
@@ -37,15 +38,18 @@ def refuse_traced(asked: str, value: object) -> None:
             )
 
 
-def check_shapes(
+def infer_checked(
     operator: Operator,
     operands: Sequence[ArrayType | None],
     attributes: Mapping[str, Any],
-) -> None:
-    """Raise SpecError if the operator does not accept the operands' shapes or its attributes."""
+) -> Inferred:
+    """Return the rule and the result shapes of an operation on operands without a mesh.
+
+    Raises SpecError if the operator does not accept the operands' shapes or its attributes.
+    """
     shapes = [() if one is None else one.shape for one in operands]
     try:
-        operator.inferred(shapes, **attributes)
+        return operator.inferred(shapes, **attributes)
     except SpecError as error:
         given = ", ".join("a number" if one is None else str(one) for one in operands)
         said = f"{operator.name} of "

@@ -32,11 +32,13 @@ from reshard.spmd.core.local_work import LocalWork
 from reshard.spmd.core.operator import Operator, find_operator, operator_of
 from reshard.spmd.core.result_types import find_result_types
 from reshard.spmd.rules.alignment import aligned_by_bytes
+from reshard.spmd.rules.rule_builder import Inferred
+from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.array_value import ArrayValue, may_view, take_moved
 from reshard.spmd.shards.error_translation import (
     REFUSALS,
-    check_shapes,
     check_types,
+    infer_checked,
     make_refusal,
     refuse,
     refuse_traced,
@@ -192,6 +194,7 @@ class CompiledCall:
         runs_with: the shardings that the operator runs with; None for operands without a sharding.
         made: types of the results as the operator makes them.
         results: types of the final results; contributions may have been reduce-scattered.
+        rule: the sharding rule for these operands; None if the operator has none.
         factors: operands that contributions are multiplied by. If any is infinite, contributions
             are combined first: `3 inf - 1 inf` is NaN, `2 inf` is not.
         functions: the functions that the ranks here compute.
@@ -207,6 +210,7 @@ class CompiledCall:
     runs_with: tuple[ShardingSpec | None, ...]
     made: tuple[ArrayType, ...]
     results: tuple[ArrayType, ...]
+    rule: OpShardingRule | None
     factors: tuple[int, ...]
     functions: tuple[Callable[..., Any], ...]
     is_single: bool
@@ -437,12 +441,12 @@ def common_mesh(name: str, types: Sequence[ArrayType | None]) -> DeviceMesh | No
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The shardings and shapes of an operation that is to run."""
+    """The rule and the shardings of an operation that is to run."""
 
+    inferred: Inferred
     runs_with: tuple[ShardingSpec | None, ...]
     made_specs: tuple[ShardingSpec, ...]
     result_specs: tuple[ShardingSpec, ...]
-    result_shapes: tuple[tuple[int, ...], ...]
     keeps_pending: bool
 
 
@@ -470,7 +474,7 @@ def laid_out(
         chosen = operator.placed(specs, shapes, attributes)
         if chosen is not None:
             runs, made = chosen
-            return _Layout(runs, made, made, tuple(inferred.result_shapes), False)
+            return _Layout(inferred, runs, made, made, False)
     # Adjusted factors are sharded only if the local function finds the offset of its part.
     knows_place = operator.knows_place
     is_known = knows_place is not None and knows_place(specs, shapes, attributes)
@@ -485,18 +489,15 @@ def laid_out(
     if any(spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in made):
         # An array is partial by a single reduction, so the operands are combined first.
         return laid_out(operator, operands, attributes, mesh, allows_partial=False)
+    if axes:
+        made = tuple(with_partial(spec, axes, reduction) for spec in made)
+        results = tuple(with_partial(spec, axes, reduction) for spec in results)
     runs_with: list[ShardingSpec | None] = []
     for one, spec in zip(operands, placed, strict=True):
         own = () if one is None or one.spec is None else one.spec.partial_axes
         kept = tuple(axis for axis in own if axis in axes)
         runs_with.append(None if one is None else with_partial(spec, kept, reduction))
-    return _Layout(
-        tuple(runs_with),
-        tuple(with_partial(spec, axes, reduction) for spec in made),
-        tuple(with_partial(spec, axes, reduction) for spec in results),
-        tuple(inferred.result_shapes),
-        bool(axes),
-    )
+    return _Layout(inferred, tuple(runs_with), made, results, bool(axes))
 
 
 def _compile(
@@ -519,16 +520,17 @@ def _compile(
             )
     types = tuple(x.type if isinstance(x, ArrayValue) else None for x in operands)
     mesh = common_mesh(name, types)
-    layout = None
+    layout = inferred = None
     if mesh is None:
         operator = find_operator(name)
         if operator.has_rule:
             # Libraries accept arguments that rules reject, for instance axis 0 of a number.
-            check_shapes(operator, types, attributes)
+            inferred = infer_checked(operator, types, attributes)
     else:
         operator = operator_of(name)
         if operator.has_rule:
             layout = laid_out(operator, types, attributes, mesh, allows_partial)
+            inferred = layout.inferred
     # 2. Without a rule or a mesh each rank works on whole operands.
     if layout is None:
         runs_with = tuple(
@@ -570,7 +572,7 @@ def _compile(
             for one, spec in zip(types, runs_with, strict=True)
         ),
         () if layout is None else layout.made_specs,
-        () if layout is None else layout.result_shapes,
+        () if inferred is None else tuple(inferred.result_shapes),
         ranks,
         runner.library,
         tuple(options),
@@ -606,6 +608,7 @@ def _compile(
         runs_with,
         made,
         results,
+        None if inferred is None else inferred.rule,
         factors,
         tuple(functions),
         is_single,
@@ -634,8 +637,8 @@ def _suppose_result_types(
             "comes out is not known here; use a mesh of all processes"
         )
     numbers = [x for x in operands if not isinstance(x, ArrayValue)]
-    dtypes, is_single = find_result_types(operator, work, numbers, len(layout.result_shapes))
-    kinds = zip(layout.result_shapes, dtypes, layout.made_specs, strict=True)
+    dtypes, is_single = find_result_types(operator, work, numbers, len(work.result_shapes))
+    kinds = zip(work.result_shapes, dtypes, layout.made_specs, strict=True)
     return tuple(ArrayType(*kind) for kind in kinds), is_single
 
 
@@ -657,7 +660,7 @@ def _find_result_types(
                 ArrayType(shape, dtype, None if mesh is None else replicated(mesh, len(shape)))
             )
         else:
-            types.append(ArrayType(layout.result_shapes[number], dtype, layout.made_specs[number]))
+            types.append(ArrayType(work.result_shapes[number], dtype, layout.made_specs[number]))
     for number, one in enumerate(types):
         shapes = one.layout.local_shapes
         for rank, row in zip(work.ranks, made, strict=True):

@@ -96,14 +96,8 @@ class AbstractRunner(Runner):
                 f"operator {work.name} has no sharding rule, so that the shape of its result is "
                 f'not known before it runs; give it one with @reshard.spmd.rule("{work.name}")'
             )
-        # Options change how the work is done, not what shape comes out: rules do not take them.
-        rule_attributes = {
-            k: value for k, value in work.attributes.items() if k not in work.options
-        }
-        shapes = [() if kind is None else kind.shape for kind in work.operands]
-        result_shapes = operator.result_shapes(shapes, **rule_attributes)
+        result_shapes = work.result_shapes
         specs: Sequence[ShardingSpec | None] = work.result_specs or (None,) * len(result_shapes)
-
         few = replace(work, library=self._computing)
 
         # All ranks' shards are made at once and shared by the functions of the ranks. Typed, since

@@ -29,7 +29,6 @@ from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.core.array_type import ArrayType, plain_spec
 from reshard.spmd.core.backend import Library, library_of
-from reshard.spmd.core.operator import operator_of
 from reshard.spmd.graph import NO_ATTRIBUTES, Body, Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.array_value import ArrayValue
@@ -139,12 +138,10 @@ class GraphRecorder(Recorder):
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
         """Append an operation. The result of an operation on constants alone is a constant."""
-        # Arrays with elements have another runner.
-        if results[0].runner is not self.runner:
+        # Arrays with elements have another runner. Its own refuses operators without a rule.
+        if results[0].runner is not self.runner or call.rule is None:
             return
-        shapes = [() if kind is None else kind.shape for kind in call.operands]
-        rule = operator_of(call.name).rule(shapes, **call.attributes)
-        self._add(call.name, rule, operands, results, call.attributes, call.options)
+        self._add(call.name, call.rule, operands, results, call.attributes, call.options)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
         """Append a `with_sharding`."""
