@@ -153,7 +153,7 @@ def _stage(
             return chosen
         why = f"{staged_s:.3g} s for all that is staged, {direct_s:.3g} s in the exchange"
         if settings.topology is None:
-            why = "hosts are told apart by their names, and links between them are slower"
+            why = "hosts are distinguished by their names, and links between them are slower"
     compares = settings.changed_only and settings.method == "auto"
     always, when_whole = (
         TensorMethod(None, why, is_staged=True),
