@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from reshard.errors import ShardError, UsageError
 from reshard.execution import arrays
@@ -296,6 +297,26 @@ def empty_bytes(size_bytes: int, device: torch.device, is_hosted: bool = False) 
     return torch.from_numpy(np.empty(size_bytes, np.uint8))
 
 
+def rows_of(tensor: torch.Tensor) -> NDArray[Any] | None:
+    """Return a tensor of long rows in the host's memory as an array of words, or None.
+
+    Arrays of equal words are copied row by row, each by `memcpy`.
+
+    >>> rows_of(torch.zeros(2, 1024, dtype=torch.bfloat16)).dtype
+    dtype('int16')
+    >>> rows_of(torch.zeros(1024, 2).T) is None
+    True
+    """
+    # Torch applies conjugation and negation only while it copies.
+    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        return None
+    word = WORDS.get(tensor.dtype.itemsize)
+    if word is None or row_bytes(tensor) < _ROW_BYTES:
+        return None
+    rows: NDArray[Any] = tensor.detach().view(word).numpy()
+    return rows
+
+
 def copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     """Return a function that copies `source` to `target`, of equal shape, on each call.
 
@@ -304,15 +325,11 @@ def copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     >>> target
     tensor([0., 1., 2., 3.])
     """
-    on_host = target.device.type == source.device.type == "cpu"
-    # Torch applies conjugation and negation only while it copies.
-    is_pending = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
-    is_same = target.dtype is source.dtype and not is_pending
-    word = WORDS.get(source.dtype.itemsize)
-    if not (on_host and is_same and word and min(map(row_bytes, (target, source))) >= _ROW_BYTES):
-        return functools.partial(target.copy_, source)
-    into, what = (tensor.detach().view(word).numpy() for tensor in (target, source))
-    return functools.partial(np.copyto, into, what)
+    if target.dtype is source.dtype:
+        into, rows = rows_of(target), rows_of(source)
+        if into is not None and rows is not None:
+            return functools.partial(np.copyto, into, rows)
+    return functools.partial(target.copy_, source)
 
 
 def copiers(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable[[], object]]:
