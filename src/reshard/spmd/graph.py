@@ -87,6 +87,7 @@ class BodyCosts:
                 shape = kind.shape if rank is None else kind.layout.local_shape(rank) or (0,)
                 held[rank] = held.get(rank, 0) + math.prod(shape) * kind.dtype.itemsize_bytes
         everywhere = held.pop(None, 0)
+        # None stands for all other ranks, so what they hold is added there as well.
         ranks_known = {None, *held, *self.held_bytes}
         return BodyCosts(
             self.moved_bytes,
@@ -402,6 +403,7 @@ class Graph:
             for value in (*operation.results, *operation.operands)
         }
         freed: list[list[int]] = [[] for _ in self.operations]
+        # Inputs are the caller's, and outputs are returned.
         for value in last.keys() - {*self.inputs, *self.outputs}:
             freed[last[value]].append(value)
         return freed
@@ -528,6 +530,7 @@ def _parse_attributes(text: str) -> dict[str, Any]:
         # Read as keywords of a call, so that Python finds where each ends; only literals are
         # evaluated.
         call = ast.parse(f"f({text})", mode="eval").body
+        # Text such as `1) + f(2` would parse as something other than a single call.
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError(text)
         return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}

@@ -83,6 +83,7 @@ class PropagationStrategy(enum.StrEnum):
     """The least estimated time, for whole graphs; nabla has no such strategy."""
 
 
+# nabla's documents use these names without the class.
 BASIC = PropagationStrategy.BASIC
 AGGRESSIVE = PropagationStrategy.AGGRESSIVE
 COST = PropagationStrategy.COST
@@ -348,6 +349,8 @@ def slice_for_shard(
     if boxes:
         return whole[tuple(map(slice, boxes[0].start, boxes[0].stop))]
     # An empty part keeps the lengths of the dimensions that are not empty.
+    # A layout of several dimensions lacks a box for an empty part, so each dimension is laid out
+    # alone.
     alone = [ShardingSpec(sharding.mesh, (dim,)) for dim in sharding.dim_specs]
     parts = [
         spec.layout((size,)).local_shape(device) for spec, size in zip(alone, shape, strict=True)

@@ -133,7 +133,7 @@ def load_families() -> None:
 
 
 def find(name: str) -> Any:
-    """The object of a name of the namespace. Raises AttributeError for an unknown name.
+    """Return the object of a name of the namespace. Raises AttributeError for an unknown name.
 
     >>> find("exp").__name__, find("pi")
     ('exp', 3.141592653589793)
@@ -158,5 +158,5 @@ def find(name: str) -> Any:
 
 
 def module() -> Any:
-    """The namespace itself: `reshard.spmd`."""
+    """Return the namespace itself: `reshard.spmd`."""
     return import_module("reshard.spmd")

@@ -354,6 +354,8 @@ def _has_overlap(tensor: torch.Tensor) -> bool:
     )
     last = 0
     for stride, n in dims:
+        # In ascending order, a dimension whose stride exceeds the span of all before it cannot
+        # overlap them.
         if stride <= last:
             break
         last += stride * (n - 1)

@@ -219,6 +219,7 @@ def list_handles(module: torch.nn.Module) -> list[Any]:
 def find_shard(handle: Any) -> torch.Tensor:
     """Return the memory of this rank's range of a flat parameter."""
     flat = handle.flat_param
+    # Set by the first forward; until then the flat parameter itself is the shard.
     shard: torch.Tensor = getattr(flat, "_local_shard", flat)
     return shard.detach()
 

@@ -84,6 +84,7 @@ def measure_links(
             and both.bandwidth_bytes_per_s
             < (1 + _SHARES * (most - 1)) * between_hosts.bandwidth_bytes_per_s
         ):
+            # Without a latency of its own, which is that of the link between hosts.
             network = Link(both.bandwidth_bytes_per_s, 0.0)
     between_racks = uplink = None
     if hosts.racks > 1:
@@ -169,6 +170,7 @@ class _PairTimes:
         own, out = (self._allocate(layout, rank) for layout in (before, after))
         found = []
         for _ in range(times + 1):
+            # A barrier: ranks begin together, so that waiting for a late rank is not measured.
             self._group.all_gather(torch.zeros(1))
             begun_s = time.perf_counter()
             redistribute(
@@ -180,6 +182,7 @@ class _PairTimes:
                 group=self._given,
                 method="exchange",
             )
+            # Copies to the device are only queued when `redistribute` returns.
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             mine = torch.tensor([time.perf_counter() - begun_s], dtype=torch.float64)

@@ -336,6 +336,7 @@ class Redistribution:
     def _finish(self) -> Any:
         try:
             self._transfer.finish()
+        # Also after an error, since parts of `out` may have been written.
         finally:
             if self._out is not None:
                 forget_cached()
@@ -421,6 +422,7 @@ class _Flow(torch.autograd.Function):  # type: ignore[misc]
         ctx.back = back
         ctx.has_source = tensor is not None
         result = forth()
+        # An autograd function has to return a tensor.
         return anchor.new_empty(0) if result is None else result
 
     @staticmethod

@@ -232,6 +232,7 @@ def _read_config(engine: Any, config: str | os.PathLike[str] | Mapping[str, Any]
             raise UsageError(f"a config with model_type {kind!r}; give the whole of config.json")
         return engine.AutoConfig.for_model(kind, **content)
     folder = Path(config)
+    # `config.json` itself may be given, as well as its folder.
     return engine.AutoConfig.from_pretrained(folder.parent if folder.is_file() else folder)
 
 
@@ -261,6 +262,7 @@ def _look_up_class(
         mapping = getattr(engine, auto)._model_mapping
         if type(config) in mapping:
             found = mapping[type(config)]
+            # Several classes of a type are in order of preference.
             return found[0] if isinstance(found, tuple) else found
     return None
 
@@ -333,6 +335,7 @@ def _build_rank(engine: Any, config: Any, sizes: Mapping[str, int], ep: int) -> 
         # As in `from_pretrained`: without memory; parameters are tied when they are loaded.
         for context in cls.get_init_context(config.dtype or torch.float32, False, False, None):
             stack.enter_context(context)
+        # A model changes its config, which the models of all ranks are built from.
         model = cls(copy.deepcopy(config))
     conversions = get_model_conversion_mapping(model)
     return cls.maybe_distribute_model(model, wanted, mesh), conversions
@@ -466,6 +469,7 @@ class _ClassTensors:
         """Return the parameter that a tensor of a file is loaded into."""
         held, prefix = self._held, self._model.base_model_prefix
         parameter, pattern = self._rename(name, self._renamings, self._converters, prefix, held)
+        # As transformers does: a name of the module may look like a name in files.
         if parameter not in held and name in held:
             parameter, pattern = self._rename(name, [], [], prefix, held)
         numbers = _NUMBER.findall(name) if pattern is not None else ()

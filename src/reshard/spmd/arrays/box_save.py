@@ -75,10 +75,13 @@ def prepare_box_save(
 
     def write(**_: Any) -> None:
         try:
+            # The planner has the arrays: PyTorch's own planning knows tensors and DTensors only.
             dcp.save({}, storage_writer=writer, planner=planner, process_group=talking)
         except dcp.api.CheckpointException as error:
+            # The lowest rank's, so that all ranks raise the same error.
             rank, (cause, _) = next(iter(sorted(error.failures.items())))
             failed = f"the save to {writer.path} failed on rank {rank}"
+            # The kind of an error is kept, since callers catch it by kind.
             if isinstance(cause, ReshardError):
                 raise type(cause)(f"{failed}: {cause}") from error
             raise RunError(
@@ -118,6 +121,7 @@ class _BoxPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
     """A planner that saves sharded arrays, instead of the state that PyTorch passes."""
 
     def __init__(self, saved: Saved) -> None:
+        # The state that PyTorch passes is empty, so there is nothing to flatten.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._saved = saved
         self._places: dict[MetadataIndex, Slices] = {}
@@ -130,6 +134,7 @@ class _BoxPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
 
     def _list_boxes(self) -> Iterator[tuple[str, Box, Slices]]:
         for name, (kind, shards) in self._saved.items():
+            # An array without elements lacks boxes, but the checkpoint needs its name and shape.
             if 0 in kind.shape:
                 whole = Box((0,) * len(kind.shape), kind.shape)
                 yield name, whole, tuple(slice(0, 0) for _ in kind.shape)

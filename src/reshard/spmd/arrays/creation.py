@@ -32,6 +32,7 @@ def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
         sizes = tuple(map(index, given))
     if min(sizes, default=0) < 0:
         raise UsageError(f"shape {shape!r} with a size below 0; give sizes of 0 or more")
+    # NumPy's own error for it is a ValueError or a MemoryError, depending on the size.
     if math.prod(sizes) > sys.maxsize:
         raise UsageError(f"shape {shape!r} of more than {sys.maxsize} elements; give smaller sizes")
     return sizes
@@ -63,7 +64,7 @@ def asarray(
 
 
 def _unwrap_lists(data: Any) -> Any:
-    """Lists of numbers, with arrays of no dimensions as numbers."""
+    """Return lists of numbers, with arrays of no dimensions as numbers."""
     if isinstance(data, list | tuple):
         return [_unwrap_lists(one) for one in data]
     if isinstance(data, ArrayValue):
@@ -92,7 +93,7 @@ def full(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """An array filled with a number."""
+    """Create an array filled with a number."""
     check_device(device)
     sizes = read_shape(shape)
     with explain_errors(f"full of {fill_value!r}", "give one number"):
@@ -121,7 +122,7 @@ def zeros(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """An array of zeros, of type `float64` by default.
+    """Create an array of zeros, of type `float64` by default.
 
     >>> from reshard import DeviceMesh, spec
     >>> zeros((3, 2), spec=spec(DeviceMesh.of(x=2), "x, -")).shards[1].tolist()
@@ -138,7 +139,7 @@ def ones(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """An array of ones, of type `float64` by default."""
+    """Create an array of ones, of type `float64` by default."""
     wanted = "float64" if dtype is None else dtype
     return full(shape, 1, dtype=wanted, device=device, spec=spec)
 
@@ -150,7 +151,7 @@ def empty(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """An array with unspecified elements: zeros, because arrays are immutable."""
+    """Create an array with unspecified elements: zeros, because arrays are immutable."""
     return zeros(shape, dtype=dtype, device=device, spec=spec)
 
 
@@ -164,7 +165,7 @@ def arange(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """Evenly spaced numbers from `start` (default 0) up to, but not including, `stop`."""
+    """Create evenly spaced numbers from `start` (default 0) up to, but not including, `stop`."""
     check_device(device)
     low, high = (0, start) if stop is None else (start, stop)
     with explain_errors(
@@ -185,7 +186,7 @@ def linspace(
     endpoint: bool = True,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """`num` evenly spaced numbers."""
+    """Create `num` evenly spaced numbers."""
     check_device(device)
     ends: list[Any] = [start, stop]
     for one in ends:
@@ -208,7 +209,7 @@ def eye(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """Ones on a diagonal, and zeros elsewhere."""
+    """Create a matrix of ones on a diagonal, and zeros elsewhere."""
     check_device(device)
     own = np.float64 if dtype is None else _numpy_type(dtype)
     rows, columns = read_shape((n_rows, n_rows if n_cols is None else n_cols))

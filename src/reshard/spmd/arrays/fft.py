@@ -101,8 +101,7 @@ def _fft_kernel(work: LocalWork) -> Function:
     def transformed(x: Any) -> Any:
         # PyTorch refuses a part without elements.
         if 0 in x.shape:
-            empty = x if work.library.name == "numpy" else x.detach()
-            made = work.library.array(by_numpy(work.library.numpy(empty)), beside=x)
+            made = work.library.array(by_numpy(work.library.numpy(x.detach())), beside=x)
             return work.library.linked(made, x)
         return function(x)
 
@@ -172,7 +171,7 @@ irfftn = _make_along_many("irfftn", "The inverse of `rfftn`.", "whole")
 
 
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
-    """The frequencies of `fft`."""
+    """Return the frequencies of `fft`."""
     return _make_frequencies(np.fft.fftfreq, n, d, dtype, device)
 
 
@@ -189,7 +188,7 @@ def _make_frequencies(function: Any, n: Any, d: Any, dtype: object, device: obje
 
 
 def rfftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
-    """The frequencies of `rfft`."""
+    """Return the frequencies of `rfft`."""
     return _make_frequencies(np.fft.rfftfreq, n, d, dtype, device)
 
 
@@ -207,5 +206,5 @@ def _shift(x: Any, axes: int | Axes, sign: int) -> Any:
 
 @of_arrays
 def ifftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
-    """The inverse of `fftshift`."""
+    """Undo `fftshift`."""
     return _shift(x, axes, -1)

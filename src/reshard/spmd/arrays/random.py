@@ -201,10 +201,14 @@ def _draw_words(
     """Return the words of the elements in intervals, concatenated."""
     made = np.empty(sum(count for _, count in runs) * words_each, np.uint64)
     stream = np.random.Philox(
-        key=np.array(key, np.uint64), counter=np.array([0, 0, 0, high], np.uint64)
+        # The last word of the counter is reached only after 2**192 draws, so it separates streams.
+        key=np.array(key, np.uint64),
+        counter=np.array([0, 0, 0, high], np.uint64),
     )
     at, counted = 0, 0
     for first, count in runs:
+        # `advance` adds to the counter, which stands for four words, and drops words that were
+        # buffered.
         block, skipped = divmod(first * words_each, _WORDS_AT_ONCE)
         stream.advance(block - counted)
         # The words of a count are drawn together, so that each interval starts at a count.
@@ -233,6 +237,7 @@ def _make_numbers(
         return np.asarray((within + np.uint64(options["least"] % (1 << 64))).view(np.int64))
     if kind == "uniform":
         # As many bits as the type's significand has, so that no number is rounded to 1.
+        # A float64 cannot count 64 bits exactly.
         digits = _DIGITS[dtype.name]
         return np.asarray((words >> np.uint64(64 - digits)) * 2.0**-digits, dtype.numpy)
     # Normal numbers, by Box and Muller, from two uniform numbers, the first of which is above 0.
@@ -320,7 +325,7 @@ def uniform(
     dtype: object = "float64",
     spec: ShardingSpec | None = None,
 ) -> Any:
-    """Uniform random numbers from `low` up to `high`, which is excluded except for rounding.
+    """Draw uniform numbers from `low` up to `high`, which is excluded except for rounding.
 
     >>> import reshard, reshard.spmd as sp
     >>> cut = reshard.spec(reshard.DeviceMesh.of(x=2), "x")
@@ -331,6 +336,7 @@ def uniform(
     if not all(isinstance(one, Real) for one in (low, high)):
         raise UsageError(f"numbers from {low!r} to {high!r}; two numbers were expected")
     found = _draw(key, shape, spec, "uniform", _read_float(dtype))
+    # Neither array operation would change a number, and both would take time.
     if (low, high) == (0, 1):
         return found
     return add(multiply(found, high - low), low)
@@ -353,7 +359,7 @@ def normal(
     dtype: object = "float64",
     spec: ShardingSpec | None = None,
 ) -> Any:
-    """Random numbers of the standard normal distribution."""
+    """Draw numbers of the standard normal distribution."""
     return _draw(key, shape, spec, "normal", _read_float(dtype))
 
 
@@ -365,7 +371,7 @@ def integers(
     *,
     spec: ShardingSpec | None = None,
 ) -> Any:
-    """Random integers (`int64`) from `low` up to, but not including, `high`.
+    """Draw integers (`int64`) from `low` up to, but not including, `high`.
 
     The probabilities of `n` numbers differ by at most a relative `n / 2**64`.
 
@@ -389,7 +395,7 @@ def bernoulli(
     *,
     spec: ShardingSpec | None = None,
 ) -> Any:
-    """Booleans that are true with probability `p`, a number or an array.
+    """Draw booleans that are true with probability `p`, a number or an array.
 
     The result has the shape and the sharding of an array `p`, unless it is given one, which `p`
     broadcasts to.
@@ -416,7 +422,7 @@ def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 @of_arrays
 def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
-    """Random indices along an axis, with the probabilities of `softmax`.
+    """Draw indices along an axis, with the probabilities of `softmax`.
 
     The axis may be sharded: ranks exchange the maximum of each shard and its index, not the logits.
 
@@ -451,7 +457,7 @@ def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
 
 @of_arrays
 def permutation(key: Any, x: Any, *, axis: int = 0) -> Any:
-    """A random permutation of the integers from 0 to `x - 1`, or of slices along an axis."""
+    """Permute the integers from 0 to `x - 1`, or slices along an axis, randomly."""
     is_array = isinstance(x, ArrayValue)
     place = axis_of(x.ndim, axis) if is_array else 0
     size = x.shape[place] if is_array else check_int(x, "length of a permutation")

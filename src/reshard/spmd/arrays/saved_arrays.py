@@ -141,6 +141,7 @@ def _prepare(
     if not isinstance(folder, RemotePath):
         with translate_os_errors("make the folder of a new checkpoint", folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
+    # The shards are read when the checkpoint is written, so a background save keeps them alive.
     held = hold_arrays(
         {
             name: (
@@ -239,7 +240,7 @@ def _count_boxes(kind: ArrayType) -> int:
 
 
 def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool = False) -> Any:
-    """Arrays of a checkpoint, in the shardings of others.
+    """Load arrays of a checkpoint, in the shardings of others.
 
     Each rank reads its own part, from a checkpoint of any format, cut in any way. Nothing is sent
     between ranks.
@@ -282,6 +283,7 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool =
         for rank in one.ranks:
             layouts.setdefault(rank, {})[name] = one.type.layout
     parts = {rank: load_parts(checkpoint, own, rank) for rank, own in layouts.items()}
+    # Lazily, and with `pop`: each part is freed once its array is made, before the next is cast.
     made = (
         one.make({rank: parts[rank].pop(name) for rank in one.ranks}, checkpoint[name].dtype)
         for name, one in wanted.items()

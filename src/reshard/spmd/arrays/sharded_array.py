@@ -39,6 +39,7 @@ from reshard.spmd.shards.error_translation import refuse_traced
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.runner import Runner, runner_for
 
+# NumPy's names of functions that the array API names otherwise.
 _OTHER_NAMES = {
     "absolute": "abs",
     "amax": "max",
@@ -220,6 +221,7 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
                 f"numpy.{function.__name__} on an array in shards: {error}; use "
                 f"{said}{signature(found)}"
             ) from error
+        # Without defaults, so that only arguments that the caller gave are passed on.
         bound = parameters.bind(*inputs, **options).arguments
         named = {key: value for key, value in bound.items() if key in _BY_NAME}
         placed = [value for key, value in bound.items() if key not in _BY_NAME]
@@ -371,6 +373,7 @@ class ShardedArray(ArrayValue):
         kind = self.type.with_spec(spec)
         shards = take_moved(self, spec, self.runner.movement(self.type, spec))
         made: ShardedArray = type(self).of_shards(kind, shards, self.runner)
+        # The moved shards may be views of the program's memory, too.
         if self.is_given:
             made.mark_given()
         for recorder in recorders.active:
@@ -409,7 +412,7 @@ class ShardedArray(ArrayValue):
         return self
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        """The namespace of the array API for such arrays: `reshard.spmd`.
+        """Return the namespace of the array API for such arrays: `reshard.spmd`.
 
         Raises UsageError for a version of the standard that it does not have.
         """
@@ -428,7 +431,7 @@ class ShardedArray(ArrayValue):
         dl_device: tuple[Any, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """The whole array for another library.
+        """Give the whole array to another library.
 
         Raises:
             BufferError: a device other than its own.
@@ -448,11 +451,11 @@ class ShardedArray(ArrayValue):
             raise UsageError(f"{self.type} by DLPack: {error}; give x.to_dense() itself") from error
 
     def __dlpack_device__(self) -> Any:
-        """The device of the whole array, for another library."""
+        """Return the device of the whole array, for another library."""
         return self.to_dense().__dlpack_device__()
 
     def to_device(self, device: object, /, *, stream: object = None) -> ShardedArray:
-        """The array itself. Raises UsageError for another device."""
+        """Return the array itself. Raises UsageError for another device."""
         if str(device) != self.device:
             raise UsageError(f"device {device!r}; the shards are on {self.device!r}, kept by ranks")
         return self

@@ -102,6 +102,7 @@ def _find_stretches(layout: Layout, rank: int, axis: int) -> list[Stretch]:
     cells = layout.cells_of(rank)
     if not cells:
         return []
+    # All cells of a rank have the same part of an axis, so the first stands for them.
     runs = layout.tables[axis].runs_of(int(layout.cell_part[cells.start, axis]))
     return [(start, stop) for start, stop, _, _ in runs]
 

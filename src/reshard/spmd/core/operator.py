@@ -410,6 +410,7 @@ def operator_of(name: str) -> Operator:
             f"operator {name} has no sharding rule: its operands are replicated on every device; "
             f'give it one with @reshard.spmd.rule("{name}"){likely_name(name)}',
             UserWarning,
+            # The caller of the function that looked the operator up.
             stacklevel=3,
         )
     return operator

@@ -50,6 +50,7 @@ def kind_of(dtype: DType) -> str:
     known = _KINDS.get(dtype)
     if known is not None:
         return known
+    # The array API lacks names for half precision and narrower types, which are floating as well.
     return "complex floating" if dtype.name.startswith("complex") else "real floating"
 
 
@@ -74,7 +75,7 @@ def of_first(
 def value_and_index(
     dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
 ) -> tuple[DType, ...]:
-    """Elements of the first operand, and their indices."""
+    """Return the types of elements of the first operand, and of their indices."""
     return dtypes[0], as_dtype("int64")
 
 
@@ -122,6 +123,7 @@ def meant(found: DType, given: Sequence[DType]) -> DType:
     >>> meant(float16, [bfloat16, as_dtype("int8")]), meant(float16, [bfloat16, float16])
     (DType('bfloat16'), DType('float32'))
     """
+    # Element types are interned, so identity compares them.
     if found is not _STAND_IN:
         return found
     # float16 stands for itself, and for each type that NumPy lacks. Neither of two such types can
@@ -135,6 +137,7 @@ def meant(found: DType, given: Sequence[DType]) -> DType:
 def _is_numpys(dtype: DType) -> bool:
     """Return whether NumPy itself has the type; packages that add types keep NumPy's own names."""
     try:
+        # Types that `ml_dtypes` registers have 2 here, and names unknown to NumPy raise TypeError.
         return np.dtype(dtype.name).isbuiltin == 1
     except TypeError:
         return False
@@ -192,6 +195,7 @@ def widened_functions(operator: Operator, work: LocalWork) -> list[Function]:
             found = function(*arrays)
             if not isinstance(found, tuple | list):
                 return _round(found, types[0])
+            # As in `find_result_types`, the last type is that of all further results.
             every = [*types, *types[-1:] * (len(found) - len(types))]
             return tuple(_round(one, kind) for one, kind in zip(found, every, strict=True))
 
@@ -270,6 +274,8 @@ def compute_few(
     }
     here = LocalWork(work.name, attributes, few, (), (), (0,), work.library)
     (function,) = operator.local_functions(here)
+    # Operands without a type are Python numbers, which are given in order: their kind decides
+    # promotion, and their value may (a shape, an exponent below 0).
     waiting = list(numbers)
     arrays = [
         waiting.pop(0)
@@ -288,6 +294,7 @@ def _make_elements(kind: ArrayType, operator: Operator) -> Any:
     """Return ones, or identity matrices, which can be divided by and decomposed; indices are 0."""
     numpy = stand_in(kind.dtype)
     is_elementwise = operator.family == "elementwise"
+    # Integers may be indices, of which 0 is within every length of at least 1.
     if numpy.kind in "iub" and not is_elementwise:
         return np.zeros(kind.shape, dtype=numpy)
     if kind.ndim < 2 or is_elementwise:

@@ -170,6 +170,7 @@ class ExpertRouting:
             shards = []
             for shard, order in zip(x._shards, self._orders, strict=True):
                 rows = shard if x.ndim == 2 else shard.reshape((-1, x.shape[-1]))
+                # Rows are numbered by token, and within a token by choice.
                 taken = order // each if is_repeated else order
                 shards.append(space.take(rows, self._indices(taken, shard), axis=0))
             arrived = self._move(x.dtype, shards, self._rows.own, self._rows.sent)
@@ -202,6 +203,7 @@ class ExpertRouting:
             library = self.runner.library
             shards = []
             for shard, part in zip(rows._shards, self._parts, strict=True):
+                # The inverse permutation, which undoes the sort by expert.
                 order = np.argsort(self._rows.sorted_at(part))
                 shards.append(library.namespace.take(shard, self._indices(order, shard), axis=0))
             arrived = self._move(rows.dtype, shards, self._rows.sent, self._rows.own)
@@ -480,6 +482,7 @@ Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _NARROW = ("float32", "float16", "bfloat16")
 
 
+# PyTorch's grouped product refuses rows whose lengths are not a multiple of this.
 _ALIGNED_BYTES = 16
 
 
@@ -590,6 +593,7 @@ def grouped_product(library: Library, rows: Any, matrices: Any, ends: Integers) 
     """
     kernel = _find_kernel(library, rows, matrices, ends)
     if kernel is not None and _is_dense(matrices):
+        # It takes offsets of this type only.
         return kernel(rows.contiguous(), matrices, offs=library.array(ends.astype(np.int32)))
     products = [
         _multiply(library, rows[a:b], matrices[number])

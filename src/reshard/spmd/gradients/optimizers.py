@@ -82,7 +82,9 @@ def specs_over(parameters: Any, mesh: DeviceMesh, axis: str) -> Any:
             parts = size
             for ref in dim.axes:
                 parts *= mesh.shape[mesh.axis_names.index(ref.name)]
+            # Uneven or strided levels lack equal parts to divide further.
             is_plain = dim == DimSpec(names)
+            # Even parts alone: with uneven ones, ranks would hold states of different sizes.
             if axis not in used and is_plain and length % parts == 0 and length:
                 dims[index] = DimSpec([*names, axis])
                 break
@@ -206,6 +208,7 @@ def _fill(tree: Any, values: Sequence[Any]) -> Any:
 def _read_leaves_like(parameters: Any, what: str, tree: Any) -> list[Any]:
     """Return the arrays of a tree with the structure, order and shapes of the parameters."""
     arrays = leaves_like(tree, parameters, what)
+    # Consumed for its errors: leaves of other kinds.
     list(_read_leaves(what, tree))
     for (path, parameter), array in zip(leaves(parameters), arrays, strict=True):
         kind = None if parameter is None else parameter.type
@@ -235,6 +238,7 @@ def _check_numbers(name: str, **numbers: Any) -> None:
                 )
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # `not value >= 0` refuses NaN, which `value < 0` would accept.
         if not is_number or not value >= 0:
             raise UsageError(f"{name} with {what}={value!r}; a number of 0 or more was expected")
 
@@ -335,6 +339,7 @@ class AdamW(_Optimizer):
         mean = mean * first + slope * (1 - first)
         square = square * second + (slope * slope) * (1 - second)
         rate = _rate_like(self.learning_rate, mean)
+        # PyTorch decays before the step, so the decay is that of the old parameter.
         decayed = x * (1 - rate * self.weight_decay) if self.weight_decay else x
         # Averages start at 0, so they are divided by the total weight of the gradients in them.
         root = sqrt(square) * _over_rest(1.0, second, step, 0.5, square) + self.epsilon
@@ -351,4 +356,6 @@ def _over_rest(number: Any, beta: float, step: Any, power: float, beside: Any) -
     """Return `number / (1 - beta**step) ** power`; a step in an array is cast to another's type."""
     if not isinstance(step, ArrayValue):
         return number / (1 - beta**step) ** power
+    # In float64, since `1 - beta**step` cancels: of 0.999 and the first step float32 keeps few
+    # digits.
     return astype(number / (1.0 - beta ** astype(step, "float64")) ** power, beside.type.dtype)

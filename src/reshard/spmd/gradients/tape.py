@@ -243,6 +243,8 @@ class Tape(Recorder):
             if result_cotangents is None:
                 continue
             now = active
+            # A joint pullback computes all cotangents at once, so splitting it would compute them
+            # twice.
             if not isinstance(step.pullback, JointPullback):
                 now = [number for number in active if id(step.operands[number]) in reached]
                 later = [number for number in active if number not in now]
@@ -254,6 +256,7 @@ class Tape(Recorder):
                 result_cotangents = _take_results(step, accumulated) if saved is None else saved
                 if result_cotangents is not None and numbers:
                     _pull_into(accumulated, step, combined, result_cotangents, numbers)
+            # The cotangents and operands that it kept are freed.
             waiting.clear()
 
         return accumulated, pull_rest
@@ -353,6 +356,7 @@ def _with_combined(step: TapeStep, combined: _Combined) -> TapeStep:
         if spec is not None:
             key = (id(operand), spec)
             if key not in combined:
+                # Once for all readers: each reduction moves the whole array.
                 combined[key] = operand.shard(spec)
             operand = combined[key]
         operands.append(operand)
@@ -419,6 +423,7 @@ class Cotangents:
 
     def take(self, array: Any) -> Any:
         """Remove and return the cotangent of an array, or None if it has none."""
+        # Removed, so that a cotangent is freed once it was pulled back.
         return self._by_id.pop(id(array), None)
 
     def of(self, array: Any) -> Any:

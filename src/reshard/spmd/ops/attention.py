@@ -66,7 +66,7 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Any:
-    """Scaled dot-product attention, with grouped queries, causal masks and windows.
+    """Compute scaled dot-product attention, with grouped queries, causal masks and windows.
 
     Without a mask, memory grows linearly with the sequences, here and in the gradient. With a mask,
     or if keys are sharded along their sequence and queries are not, the scores are computed as an
@@ -140,7 +140,7 @@ def _axes_along(x: Any, dim: int) -> set[str]:
 def attention_rule(
     shapes: Sequence[Shape], is_causal: bool = False, window: int | None = None
 ) -> Inferred:
-    """Queries `[..., h, s, d]`, keys `[..., g, t, d]`, values `[..., g, t, e]`, maybe a mask.
+    """Infer attention: queries `[..., h, s, d]`, keys `[..., g, t, d]`, values `[..., g, t, e]`.
 
     The `h` heads of the queries are `g` groups, each with keys and values of its own. The mask
     broadcasts to `[..., h, s, t]`. A causal query has to know its place.
@@ -309,6 +309,7 @@ class SeenKeys:
         columns = space.arange(keys[0], keys[1], **device)[None, :]
         before = rows - columns + ahead
         low, high = self.limits
+        # Without a limit all are true, in the shape and on the device of the rest.
         seen = before >= (low if math.isfinite(low) else before)
         return seen & (before <= high) if math.isfinite(high) else seen
 
@@ -394,6 +395,7 @@ class Attention:
                 greatest = space.maximum(most, space.max(scores, axis=-1, keepdims=True))
                 level = self._level(greatest)
                 weights = space.exp(scores - level)
+                # 0 for the first block, whose maximum before is -inf.
                 rescale = space.exp(most - level)
                 total = total * rescale + space.sum(weights, axis=-1, keepdims=True)
                 output = output * rescale + space.matmul(weights, v[..., keys[0] : keys[1], :])
@@ -681,7 +683,7 @@ def attend_by_scores(
 def attention_gradient_rule(
     shapes: Sequence[Shape], is_causal: bool = False, window: int | None = None
 ) -> Inferred:
-    """Of attention, the cotangents of queries, keys and values: of these and of the result's.
+    """Infer the cotangents of queries, keys and values, from these and the result's.
 
     Those of keys and values add up queries, and all heads of a group: ranks that have parts of
     these have contributions.

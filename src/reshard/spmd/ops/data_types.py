@@ -85,7 +85,7 @@ def check_device(device: object, beside: Any = None) -> None:
 
 
 def can_cast(from_: Any, to: object, /) -> object:
-    """Whether a type (or array) can be cast to another type by NumPy's safe casting."""
+    """Return whether a type (or array) can be cast to another type by NumPy's safe casting."""
     return np.can_cast(_read_type(from_).numpy, as_dtype(to).numpy)
 
 
@@ -110,7 +110,7 @@ class IntegerInfo(NamedTuple):
 
 
 def finfo(type: Any, /) -> FloatInfo:
-    """The limits of a floating-point type or array. Raises UsageError for another type.
+    """Return the limits of a floating-point type or array. Raises UsageError for another type.
 
     >>> finfo(float32).bits, finfo(complex128).dtype
     (32, DType('float64'))
@@ -137,7 +137,7 @@ def _read_limits(dtype: DType) -> Any:
 
 
 def iinfo(type: Any, /) -> IntegerInfo:
-    """The limits of an integer type or array.
+    """Return the limits of an integer type or array.
 
     Raises UsageError for another type.
 
@@ -152,7 +152,7 @@ def iinfo(type: Any, /) -> IntegerInfo:
 
 
 def isdtype(dtype: object, kind: Any) -> object:
-    """Whether a type equals another type, is of a kind, or is among several.
+    """Return whether a type equals another type, is of a kind, or is among several.
 
     Raises UsageError for an unknown kind.
     """
@@ -173,7 +173,7 @@ def _is_number(value: Any) -> object:
 
 
 def result_type(*arrays_and_dtypes: Any) -> DType:
-    """The type that operands of these types (arrays, types, numbers) promote to."""
+    """Return the type that operands of these types (arrays, types, numbers) promote to."""
     if not arrays_and_dtypes:
         raise UsageError("the type of nothing; give at least one array or type")
     types = {_read_type(operand) for operand in arrays_and_dtypes if not _is_number(operand)}
@@ -196,20 +196,20 @@ class NamespaceInfo:
     """
 
     def capabilities(self) -> dict[str, Any]:
-        """The capabilities that the standard leaves open."""
+        """Return the capabilities that the standard leaves open."""
         # 64 dimensions are NumPy's limit since version 2.
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> str:
-        """The device of new arrays by default."""
+        """Return the device of new arrays by default."""
         return "cpu"
 
     def devices(self) -> list[str]:
-        """The devices that arrays can be made on. Meshes say where shards are."""
+        """Return the devices that arrays can be made on. Meshes specify where shards are."""
         return ["cpu"]
 
     def default_dtypes(self, *, device: object = None) -> dict[str, DType]:
-        """The types that numbers get, by kind."""
+        """Return the types that numbers get, by kind."""
         check_device(device)
         return {
             "real floating": float64,
@@ -219,7 +219,7 @@ class NamespaceInfo:
         }
 
     def dtypes(self, *, device: object = None, kind: Any = None) -> dict[str, DType]:
-        """The types of a kind, or of several; all when None."""
+        """Return the types of a kind, or of several; all when None."""
         check_device(device)
         return {
             dtype.name: dtype
@@ -230,7 +230,7 @@ class NamespaceInfo:
 
 
 def namespace_info() -> NamespaceInfo:
-    """The object with which the namespace describes itself."""
+    """Return the object with which the namespace describes itself."""
     return NamespaceInfo()
 
 
@@ -238,7 +238,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_narrow(dtype: DType) -> builtins.bool:
-    """Whether a type is floating and narrower than `float32`.
+    """Return whether a type is floating and narrower than `float32`.
 
     >>> from reshard.dtypes import dtype
     >>> [is_narrow(dtype(name)) for name in ("bfloat16", "float16", "float32", "int8")]

@@ -61,6 +61,7 @@ def operands(*values: Any) -> list[Any]:
         return list(values)
     first = arrays[0]
     if len({array.runner for array in arrays}) > 1:
+        # Arrays of NumPy are moved to the others, which may record gradients or be on a device.
         first = next((array for array in arrays if array.runner.library.name != "numpy"), first)
     converted = []
     for value in values:
@@ -170,7 +171,7 @@ def _differentiate(pullback: Pullback | None, options: dict[str, Any]) -> dict[s
 
 
 def _of_one(derivative: Derivative) -> Pullback:
-    """From the cotangent, the operand and the result to the operand's cotangent."""
+    """Return a pullback from a function of the cotangent, the operand and the result."""
 
     def pullback(step: TapeStep, g: Any, number: int) -> Any:
         return derivative(g, step.operands[0], step.result)
@@ -179,7 +180,7 @@ def _of_one(derivative: Derivative) -> Pullback:
 
 
 def _of_two(*derivatives: Derivative) -> Pullback:
-    """From the cotangent, both operands and the result to the cotangent of each."""
+    """Return a pullback from a function of the cotangent, both operands and the result."""
 
     def pullback(step: TapeStep, g: Any, number: int) -> Any:
         return derivatives[number](g, *step.operands, step.result)
@@ -589,6 +590,7 @@ def _pull_clip(step: TapeStep, g: Any, number: int) -> Any:
     least = bounds[names.index("min")] if "min" in names else None
     most = bounds[names.index("max")] if "max" in names else None
     if number == 0:
+        # At a bound itself the cotangent passes, as in PyTorch.
         inside = equal(x, clip(x, least, most))
         return where(inside, g, 0.0)
     # Where both bounds apply, the upper bound wins.
@@ -612,7 +614,7 @@ register(
 
 @of_arrays
 def where(condition: Any, x1: Any, x2: Any, /) -> Any:
-    """`x1` where the condition holds, `x2` elsewhere; all three broadcast."""
+    """Return `x1` where the condition holds, `x2` elsewhere; all three broadcast."""
     return call("where", operands(condition, x1, x2))
 
 

@@ -19,7 +19,7 @@ from reshard.spmd.ops.movement import broadcast_to
 
 @of_arrays
 def full_like(x: Any, /, fill_value: Any, *, dtype: object = None, device: object = None) -> Any:
-    """An array filled with a number, with the shape and sharding of another."""
+    """Create an array filled with a number, with the shape and sharding of another."""
     check_device(device, x)
     target = x.dtype if dtype is None else as_dtype(dtype)
     value = _make_scalar(x, fill_value, target)
@@ -40,19 +40,19 @@ def _make_scalar(x: Any, value: Any, dtype: DType) -> Any:
 
 @of_arrays
 def zeros_like(x: Any, /, *, dtype: object = None, device: object = None) -> Any:
-    """Zeros with the shape and the sharding of another array."""
+    """Create zeros with the shape and the sharding of another array."""
     return full_like(x, 0, dtype=dtype, device=device)
 
 
 @of_arrays
 def ones_like(x: Any, /, *, dtype: object = None, device: object = None) -> Any:
-    """Ones with the shape and the sharding of another array."""
+    """Create ones with the shape and the sharding of another array."""
     return full_like(x, 1, dtype=dtype, device=device)
 
 
 @of_arrays
 def empty_like(x: Any, /, *, dtype: object = None, device: object = None) -> Any:
-    """Unspecified elements, with the shape and sharding of another array."""
+    """Create unspecified elements, with the shape and sharding of another array."""
     return full_like(x, 0, dtype=dtype, device=device)
 
 
@@ -69,11 +69,11 @@ def _take_triangle(x: Any, lower: bool, k: int) -> Any:
 
 @of_arrays
 def tril(x: Any, /, *, k: int = 0) -> Any:
-    """The lower triangle of matrices; zeros above the diagonal `k`."""
+    """Return the lower triangle of matrices, with zeros above the diagonal `k`."""
     return _take_triangle(x, True, k)
 
 
 @of_arrays
 def triu(x: Any, /, *, k: int = 0) -> Any:
-    """The upper triangle of matrices; zeros below the diagonal `k`."""
+    """Return the upper triangle of matrices, with zeros below the diagonal `k`."""
     return _take_triangle(x, False, k)

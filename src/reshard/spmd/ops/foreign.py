@@ -56,7 +56,7 @@ elementwise.register(
 
 
 def matrix_transpose_rule(shapes: Sequence[Shape]) -> Inferred:
-    """The last two dimensions swapped."""
+    """Infer matrices with their last two dimensions swapped."""
     shape = rules.one_operand("matrix_transpose", shapes)
     if len(shape) < 2:
         raise SpecError(f"shape {shape} is no matrix; 2 or more dimensions were expected")
@@ -79,7 +79,7 @@ movement.register(
 def moveaxis_rule(
     shapes: Sequence[Shape], source: int | Sequence[int], destination: int | Sequence[int]
 ) -> Inferred:
-    """Axes put elsewhere, the others kept in order."""
+    """Infer axes that are moved, with the others kept in order."""
     rank = len(rules.one_operand("moveaxis", shapes))
     sources, destinations = (
         [rules.axis_of(rank, axis) for axis in ([axes] if isinstance(axes, int) else axes)]
@@ -236,7 +236,7 @@ movement.register(
 
 
 def tile_rule(shapes: Sequence[Shape], repetitions: Sequence[int]) -> Inferred:
-    """The array many times over: a dimension of the result is the repetitions, then the array's.
+    """Infer repetitions: a dimension of the result is the repetitions, then the array's.
 
     >>> print(tile_rule([(4,)], (2, 3)).rule)
     ([k]) -> ([i, jk]) {i=2, j=3, k=4}
@@ -466,7 +466,7 @@ def dot_general_rule(
     batching: Sequence[Sequence[int]] = ((), ()),
     contracting: Sequence[Sequence[int]] = ((), ()),
 ) -> Inferred:
-    """XLA's product: batch dimensions first, then the left's, then the right's.
+    """Infer XLA's product: batch dimensions first, then the left's, then the right's.
 
     >>> print(dot_general_rule([(2, 4, 8), (2, 8, 5)], [[0], [0]], [[2], [1]]).rule)
     ([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}
@@ -495,7 +495,7 @@ products.register(
 
 
 def outer_rule(shapes: Sequence[Shape]) -> Inferred:
-    """`[i], [j] -> [i, j]`.
+    """Infer `[i], [j] -> [i, j]`.
 
     >>> print(outer_rule([(4,), (8,)]).rule)
     ([i], [j]) -> ([i, j]) {i=4, j=8}
@@ -566,7 +566,7 @@ def matrix_norm_rule(
     keepdims: bool = False,
     ord: float | str = "fro",
 ) -> Inferred:
-    """Norms of the last two dimensions."""
+    """Infer norms over the last two dimensions."""
     return reductions.whole_axes(shapes, (-2, -1), keepdims)
 
 
@@ -582,7 +582,7 @@ def vector_norm_rule(
     keepdims: bool = False,
     ord: float = 2,
 ) -> Inferred:
-    """Lengths of vectors along axes."""
+    """Infer lengths of vectors along axes."""
     return reductions.whole_axes(shapes, axis, keepdims)
 
 
@@ -599,7 +599,7 @@ linalg.register(
 
 
 def triangular_solve_rule(shapes: Sequence[Shape], left_side: bool = True, **_: Any) -> Inferred:
-    """`a x = b` for a triangular `a`, or `x a = b`.
+    """Infer solutions of `a x = b` for a triangular `a`, or of `x a = b`.
 
     >>> print(triangular_solve_rule([(4, 4), (3, 4)], left_side=False).rule)
     ([k, j], [i, j]) -> ([i, k]) {i=3, j=4, k=4} need_replication={j, k}
@@ -628,7 +628,7 @@ linalg.register(
 
 
 def cross_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
-    """Cross products of the vectors of 3 along an axis.
+    """Infer cross products of the vectors of 3 along an axis.
 
     >>> print(cross_rule([(4, 3), (4, 3)]).rule)
     ([i, j], [i, j]) -> ([i, j]) {i=4, j=3} need_replication={j}
@@ -656,7 +656,7 @@ linalg.register(
 
 
 def trace_rule(shapes: Sequence[Shape], offset: int = 0) -> Inferred:
-    """The sums of the diagonals of the last two dimensions."""
+    """Infer the sums of the diagonals of the last two dimensions."""
     return linalg.matrix_rule(lambda rows, columns: ((),))(shapes)
 
 
@@ -669,7 +669,7 @@ linalg.register(
 
 
 def shifted(shapes: Sequence[Shape], axes: Axes = None) -> Inferred:
-    """Halves of axes swapped."""
+    """Infer axes whose halves are swapped."""
     shape = rules.one_operand("a shift", shapes)
     return rules.kept(shape, moved=rules.axes_of(len(shape), axes))
 
@@ -705,7 +705,7 @@ reductions.register_cumulative(
 
 
 def softmax_rule(shapes: Sequence[Shape], axis: int | Sequence[int] = -1) -> Inferred:
-    """Exponentials over their sum along an axis.
+    """Infer exponentials over their sum along an axis.
 
     >>> print(softmax_rule([(4, 8)]).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} need_replication={j}
@@ -750,7 +750,7 @@ networks.register(
 
 
 def cross_entropy_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
-    """The loss of each element: logits with the classes along an axis, and labels without it.
+    """Infer the loss of each element: logits with classes along an axis, labels without it.
 
     >>> print(cross_entropy_rule([(4, 10), (4,)]).rule)
     ([i, j], [i]) -> ([i]) {i=4, j=10} need_replication={j}
@@ -817,7 +817,7 @@ for _name in ("zeros_like", "ones_like", "empty_like", "full_like"):
 def arange_rule(
     shapes: Sequence[Shape], start: float = 0, stop: float | None = None, step: float = 1, **_: Any
 ) -> Inferred:
-    """Numbers at equal steps, `start` being the end without a `stop`.
+    """Infer numbers at equal steps, `start` being the end without a `stop`.
 
     >>> arange_rule([], 2, 9, 3).result_shapes
     ((3,),)
@@ -836,7 +836,7 @@ register_creation("arange", arange_rule, ([], {"start": 8}))
 def linspace_rule(
     shapes: Sequence[Shape], start: complex = 0, stop: complex = 1, num: int = 50, **_: Any
 ) -> Inferred:
-    """`num` numbers at equal distances from `start` to `stop`."""
+    """Infer `num` numbers at equal distances from `start` to `stop`."""
     return filled(shapes, num, adjusted=True)
 
 
@@ -849,7 +849,7 @@ register_creation("linspace", linspace_rule, ([], {"start": 0, "stop": 1, "num":
 def eye_rule(
     shapes: Sequence[Shape], n_rows: int, n_cols: int | None = None, k: int = 0
 ) -> Inferred:
-    """Ones on a diagonal."""
+    """Infer ones on a diagonal."""
     return filled(shapes, (n_rows, n_rows if n_cols is None else n_cols), adjusted=True)
 
 
@@ -871,7 +871,7 @@ register_creation("iota", iota_rule, _FILLED)
 
 
 def frequencies(halves: bool) -> Any:
-    """The frequencies of a Fourier transform of `n` elements."""
+    """Infer the frequencies of a Fourier transform of `n` elements."""
 
     def infer(shapes: Sequence[Shape], n: int, d: float = 1.0, **_: Any) -> Inferred:
         return filled(shapes, n // 2 + 1 if halves else n, adjusted=True)

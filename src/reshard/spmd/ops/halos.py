@@ -74,6 +74,7 @@ class WindowReach:
         # Windows that are entirely in the padding see no elements.
         first, last = self.seeing((0, self.size))
         start, stop = self.spanned_by((max(first, windows[0]), min(last, windows[1])))
+        # Clipped to the elements: the rest of the span is padding.
         low = min(max(start, 0), self.size)
         return low, max(min(stop, self.size), low)
 
@@ -82,6 +83,7 @@ class WindowReach:
         start, stop = elements
         if start >= stop:
             return 0, 0
+        # The first window whose end is past the start of the elements.
         first = max((start + self.before - self.extent) // self.step + 1, 0)
         last = min((stop - 1 + self.before) // self.step + 1, self.count)
         return (first, last) if first < last else (0, 0)
@@ -94,6 +96,7 @@ class WindowReach:
         """Return the slice of the held elements that windows see, and the padding around it."""
         start, stop = self.spanned_by(windows)
         low, high = self.seen_by(windows)
+        # Windows that see no element consist of padding alone.
         before = low - start if low < high else stop - start
         after = stop - start - before - (high - low)
         return slice(low - held[0], high - held[0]), (before, after)
@@ -251,6 +254,7 @@ def place_kernel_gradient(
     Each part of the windows gives a contribution.
     """
     lead = len(shapes[0]) - len(reaches)
+    # Either operand may bring the sharding of space; the elements come first.
     number = 0 if any(dim.levels for dim in specs[0].dim_specs[lead:]) else 1
     cuts = find_cuts(specs, shapes, number, lead, reaches)
     if not cuts:
@@ -278,6 +282,7 @@ def find_cuts(
 
     A dimension is left out if its axes also shard a larger operand, which then does not move.
     """
+    # Without windows or elements nothing is seen from either side.
     if any(0 in shape for shape in shapes) or any(reach.count == 0 for reach in reaches):
         return {}
     size = math.prod(shapes[number])

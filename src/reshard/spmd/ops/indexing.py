@@ -398,6 +398,7 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
                     start, stop, step = start + (count - 1) * step, start + 1, -step
                 else:
                     start, stop, step = 0, 0, 1
+            # A stop before the start takes nothing, as in Python.
             cuts[dim] = (start, max(start, stop), step)
         else:
             index = _read_index(item, x.shape[dim])
@@ -444,6 +445,7 @@ def _read_index(item: Any, size: int) -> int:
 def _read_item(item: Any) -> Any:
     """Read an item of a key; lists become arrays. Raises ShardError for unsupported values."""
     if isinstance(item, list | tuple):
+        # NumPy gives an empty list float64, which cannot be an index.
         return np.asarray(item) if len(item) else np.zeros(0, np.int64)
     is_place = item is None or item is Ellipsis or isinstance(item, slice)
     if is_place or _is_array(item) or (hasattr(item, "__index__") and not isinstance(item, bool)):
@@ -473,7 +475,9 @@ def _is_mask(item: Any) -> bool:
 def _take_masked(x: Any, mask: Any) -> Any:
     mask_shape = tuple(mask.shape)
     fits = len(mask_shape) <= x.ndim and all(
-        length in (size, 0) for length, size in zip(mask_shape, x.shape, strict=False)
+        # A mask of size 0 selects nothing, and is allowed by the array API.
+        length in (size, 0)
+        for length, size in zip(mask_shape, x.shape, strict=False)
     )
     if not fits:
         raise ArrayIndexError(
@@ -601,6 +605,7 @@ def _scatter_kernel(work: LocalWork) -> Function | list[Function]:
 
     def function(x: Any, indices: Any, updates: Any, start: int = 0) -> Any:
         # The axis is moved to the front, and so are the indices' dimensions of the updates.
+        # A copy, since arrays are immutable.
         result = space.moveaxis(library.copied(x), axis, 0)
         count = len(indices.shape)
         order = [*range(axis, axis + count), *range(axis)]
@@ -821,7 +826,7 @@ def embedding(indices: Any, table: Any, /) -> Any:
 
 @of_arrays
 def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object = None) -> Any:
-    """One-hot encoding: the classes are a new dimension.
+    """Encode indices as one-hot vectors: the classes are a new dimension.
 
     The encoding of an index that is not a class is all zeros.
     """

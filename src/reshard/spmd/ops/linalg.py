@@ -103,9 +103,10 @@ class SVDResult(NamedTuple):
 
 @of_arrays
 def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
-    """The cross product of vectors of three elements."""
+    """Compute the cross product of vectors of three elements."""
     x1, x2 = operands(x1, x2)
     for array in (x1, x2):
+        # Checked before `shape[axis]`, whose IndexError names no operator.
         rules.axis_of(array.ndim, axis)
     if x1.shape[axis] != 3 or x2.shape[axis] != 3:
         raise SpecError(f"cross of shapes {list(x1.shape)}, {list(x2.shape)}: axis {axis} is not 3")
@@ -120,7 +121,7 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
 
 @of_arrays
 def diagonal(x: Any, /, *, offset: int = 0) -> Any:
-    """The diagonal of matrices."""
+    """Return the diagonal of matrices."""
     place = as_whole(offset)
     if place is None:
         raise UsageError(f"the diagonal at {offset!r}; a whole number was expected")
@@ -141,7 +142,7 @@ register = partial(ship, family="linear algebra", note=_MATRIX)
 
 
 def diagonal_rule(shapes: Sequence[Shape], offset: int = 0) -> Inferred:
-    """The diagonals of the last two dimensions."""
+    """Infer the diagonals of the last two dimensions."""
 
     def trailing(rows: int, columns: int) -> tuple[Shape, ...]:
         return ((max(min(rows + min(offset, 0), columns - max(offset, 0)), 0),),)
@@ -150,7 +151,7 @@ def diagonal_rule(shapes: Sequence[Shape], offset: int = 0) -> Inferred:
 
 
 def matrix_rule(trailing: Trailing, *, square: bool = False) -> Infer:
-    """An operator on the last two dimensions, repeated over the others.
+    """Infer an operator on the last two dimensions, repeated over the others.
 
     >>> print(matrix_rule(lambda m, n: ((min(m, n),),))([(2, 4, 8)]).rule)
     ([i, j, k]) -> ([i, l]) {i=2, j=4, k=8, l=4} need_replication={j, k, l}
@@ -214,7 +215,7 @@ register(
 
 @of_arrays
 def trace(x: Any, /, *, offset: int = 0, dtype: object = None) -> Any:
-    """The sum of the diagonal of matrices."""
+    """Compute the sum of the diagonal of matrices."""
     return reductions.sum(diagonal(x, offset=offset), axis=-1, dtype=dtype)
 
 
@@ -223,7 +224,7 @@ def trace(x: Any, /, *, offset: int = 0, dtype: object = None) -> Any:
 
 @of_arrays
 def cholesky(x: Any, /, *, upper: bool = False) -> Any:
-    """The Cholesky factor of positive definite matrices."""
+    """Compute the Cholesky factor of positive definite matrices."""
     factor = call("cholesky", (_check_matrices(x, "cholesky"),))
     return elementwise.conj(matrix_transpose(factor)) if upper else factor
 
@@ -307,7 +308,7 @@ register_factorisation(
 
 @of_arrays
 def det(x: Any, /) -> Any:
-    """The determinant of square matrices."""
+    """Compute the determinant of square matrices."""
     return call("det", (_check_matrices(x, "det"),))
 
 
@@ -331,7 +332,7 @@ register_factorisation(
 
 @of_arrays
 def eigh(x: Any, /) -> EighResult:
-    """Eigenvalues in ascending order, and eigenvectors, of Hermitian matrices."""
+    """Compute eigenvalues in ascending order, and eigenvectors, of Hermitian matrices."""
     return EighResult(*call("eigh", (_check_matrices(x, "eigh"),)))
 
 
@@ -350,6 +351,7 @@ def _invert_differences(values: Any) -> Any:
     """Return `1 / (v[j] - v[i])` for each pair, and 0 on the diagonal."""
     apart = movement.expand_dims(values, axis=-2) - movement.expand_dims(values, axis=-1)
     same = whole(values, np.eye(values.shape[-1], dtype=bool))
+    # The inner `where` keeps the diagonal from dividing by 0, which would warn.
     return where(same, 0.0, 1.0 / where(same, 1.0, apart))
 
 
@@ -368,7 +370,7 @@ register_factorisation(
 
 @of_arrays
 def eigvalsh(x: Any, /) -> Any:
-    """Eigenvalues in ascending order of Hermitian matrices."""
+    """Compute eigenvalues in ascending order of Hermitian matrices."""
     return call("eigvalsh", (_check_matrices(x, "eigvalsh"),))
 
 
@@ -392,7 +394,7 @@ register_factorisation(
 
 @of_arrays
 def inv(x: Any, /) -> Any:
-    """The inverse of square matrices."""
+    """Compute the inverse of square matrices."""
     return call("inv", (_check_matrices(x, "inv"),))
 
 
@@ -408,7 +410,7 @@ register_factorisation(
 
 @of_arrays
 def pinv(x: Any, /, *, rtol: float | None = None) -> Any:
-    """The pseudo-inverse; singular values smaller than `rtol` times the largest count as 0.
+    """Compute the pseudo-inverse; singular values below `rtol` times the largest count as 0.
 
     Computed by `svd`.
     """
@@ -445,7 +447,7 @@ def _find_cutoff(x: Any, s: Any, rtol: Any) -> Any:
 
 @of_arrays
 def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
-    """The QR decomposition."""
+    """Compute the QR decomposition."""
     if mode not in ("reduced", "complete"):
         raise UsageError(f"mode {mode!r} of qr; it is 'reduced' or 'complete'")
     return QRResult(*call("qr", (_check_matrices(x, "qr", False),), {"mode": mode}))
@@ -460,6 +462,7 @@ def _pull_qr(step: TapeStep, g: Any, number: int) -> Any:
     q, r = step.results
     of_q, of_r = g
     rows, columns = step.operands[0].shape[-2:]
+    # The additional columns of Q are any basis of the rest.
     if (step.attributes.get("mode", "reduced") != "reduced" and rows != columns) or rows < columns:
         raise UsageError(
             f"the gradient of qr of {step.operands[0].type} in mode "
@@ -488,7 +491,7 @@ register_factorisation(
 
 @of_arrays
 def slogdet(x: Any, /) -> SlogdetResult:
-    """The sign and the logarithm of the absolute value of the determinant."""
+    """Compute the sign and the logarithm of the absolute value of the determinant."""
     return SlogdetResult(*call("slogdet", (_check_matrices(x, "slogdet"),)))
 
 
@@ -579,7 +582,7 @@ def triangular_solve(x1: Any, x2: Any, /, *, lower: bool = True) -> Any:
 
 @of_arrays
 def svd(x: Any, /, *, full_matrices: bool = True) -> SVDResult:
-    """The singular value decomposition."""
+    """Compute the singular value decomposition."""
     factors = call(
         "svd", (_check_matrices(x, "svd", False),), {"full_matrices": bool(full_matrices)}
     )
@@ -636,7 +639,7 @@ register_factorisation(
 
 @of_arrays
 def svdvals(x: Any, /) -> Any:
-    """Singular values in descending order."""
+    """Compute singular values in descending order."""
     return call("svdvals", (_check_matrices(x, "svdvals", False),))
 
 
@@ -657,14 +660,14 @@ register_factorisation(
 
 @of_arrays
 def matrix_rank(x: Any, /, *, rtol: Any = None) -> Any:
-    """The number of singular values larger than `rtol` times the largest."""
+    """Count the singular values larger than `rtol` times the largest."""
     s = svdvals(x)
     return reductions.count_nonzero(elementwise.greater(s, _find_cutoff(x, s, rtol)), axis=-1)
 
 
 @of_arrays
 def matrix_power(x: Any, n: int, /) -> Any:
-    """Powers of square matrices; of the inverse if `n` is negative."""
+    """Compute powers of square matrices; of the inverse if `n` is negative."""
     _check_matrices(x, "matrix_power")
     if not hasattr(n, "__index__"):
         raise UsageError(f"matrix_power to the power {n!r}; give a whole number")
@@ -684,7 +687,7 @@ def matrix_power(x: Any, n: int, /) -> Any:
 @of_arrays
 @in_wide_types
 def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
-    """The norm of matrices: Frobenius ('fro'), of sums (1, inf), of singular values (2, 'nuc')."""
+    """Compute matrix norms: Frobenius ('fro'), sums (1, inf), singular values (2, 'nuc')."""
     _check_matrices(x, "matrix_norm", False)
     if ord == "fro":
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
@@ -710,7 +713,7 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
 def vector_norm(
     x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: Any = 2
 ) -> Any:
-    """The norm of vectors; by default the Euclidean norm."""
+    """Compute the norm of vectors; by default the Euclidean norm."""
     size = elementwise.abs(x)
     if not isinstance(ord, int | float):
         raise UsageError(f"vector_norm of order {ord!r}; a number was expected")

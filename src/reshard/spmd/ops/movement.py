@@ -184,6 +184,7 @@ def squeeze(x: Any, /, axis: Axis) -> Any:
     axes = read_axes(axis, x.ndim)
     if any(x.shape[dim] != 1 for dim in axes):
         raise SpecError(f"squeeze of axes {axes} of shape {list(x.shape)}; they must have size 1")
+    # Sorted, so that equal calls are compiled once.
     return call("squeeze", (x,), {"axis": tuple(sorted(axes))}) if axes else x
 
 
@@ -558,6 +559,7 @@ def put_ranges(x: Any, shape: Sequence[int], ranges: Sequence[tuple[int, int, in
         )
         count = x.shape[dim]
         x = reshape(spread, (*x.shape[:dim], count * step, *x.shape[dim + 1 :]))
+        # Without the zeros after the last element.
         x = take_ranges(x, {dim: (0, (count - 1) * step + 1, 1)})
     pairs = [
         (start if here else 0, size - here - (start if here else 0))
@@ -636,12 +638,13 @@ def _find_repeat_places(x: ArrayValue, repeats: Any, size: int) -> Any:
 
 @of_arrays
 def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Any]:
-    """Coordinate arrays of a grid, from coordinate vectors."""
+    """Create the coordinate arrays of a grid, from coordinate vectors."""
     if indexing not in ("xy", "ij"):
         raise UsageError(f"indexing {indexing!r}; it is 'xy' or 'ij'")
     count = len(arrays)
     dims = list(range(count))
     if indexing == "xy" and count > 1:
+        # As NumPy, "xy" swaps the first two dimensions, for pictures by row and column.
         dims[:2] = [1, 0]
     if any(array.ndim != 1 for array in arrays):
         shapes = ", ".join(str(list(array.shape)) for array in arrays)

@@ -38,7 +38,7 @@ Axis = int | Sequence[int]
 @of_arrays
 @in_wide_types
 def gelu(x: Any, /) -> Any:
-    """The Gaussian error linear unit, by its tanh approximation.
+    """Apply the Gaussian error linear unit, by its tanh approximation.
 
     Source: Hendrycks and Gimpel, 2016.
     """
@@ -49,7 +49,7 @@ def gelu(x: Any, /) -> Any:
 @of_arrays
 @in_wide_types
 def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
-    """The logarithm of the sum of exponentials along axes, without overflow; -inf if empty."""
+    """Compute the logarithm of the sum of exponentials along axes; -inf if empty."""
     if 0 in x.shape:
         # The logarithm of 0, the sum of no exponentials, would warn.
         nothing = reductions.sum(exp(x), axis=axis, keepdims=keepdims)
@@ -80,7 +80,7 @@ def _find_most(x: Any, axis: Axis) -> Any:
 @of_arrays
 @in_wide_types
 def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
-    """Exponentials divided by their sum along axes."""
+    """Divide exponentials by their sum along axes."""
     if 0 in x.shape:
         # Raises for an axis that `x` does not have.
         axes_of(x.ndim, axis)
@@ -92,7 +92,7 @@ def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
 @of_arrays
 @in_wide_types
 def log_softmax(x: Any, /, *, axis: Axis = -1) -> Any:
-    """The logarithm of `softmax`."""
+    """Compute the logarithm of `softmax`."""
     if 0 in x.shape:
         # Raises for an axis that `x` does not have.
         axes_of(x.ndim, axis)
@@ -109,7 +109,7 @@ def log_softmax(x: Any, /, *, axis: Axis = -1) -> Any:
 def layer_norm(
     x: Any, weight: Any = None, bias: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5
 ) -> Any:
-    """Layer normalization over the last `dims` dimensions.
+    """Normalize to mean 0 and variance 1 over the last `dims` dimensions.
 
     `weight` and `bias` have the shape of those dimensions.
     """
@@ -252,7 +252,7 @@ register(
 
 @of_arrays
 def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5) -> Any:
-    """Root mean square normalization over the last `dims` dimensions."""
+    """Normalize by the root mean square over the last `dims` dimensions."""
     axes = _last_axes(x, dims, weight)
     x, weight = operands(x, weight)
     inputs = [x] if weight is None else [x, weight]
@@ -302,7 +302,7 @@ def cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Cross-entropy loss of each element, from logits and integer labels.
+    """Compute the cross-entropy loss of each element, from logits and integer labels.
 
     Classes may be sharded: each rank computes with its own logits, ranks exchange three numbers for
     each element, and the gradient exchanges none.

@@ -116,6 +116,7 @@ def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     # In a random order, (parts - 1) / parts of the elements move to another part.
     sampled_bytes, exchanged_bytes = moved
     of_copy = sampled_bytes + exchanged_bytes * (parts - 1) // parts
+    # Each replica of the array is sorted by ranks of its own.
     moved_bytes = of_copy * (spec.mesh.size // parts)
     function = partial(find(name), descending=descending)
     # Memory: the sorted parts, the exchanged pieces, and the result; argsort also has positions.
@@ -131,6 +132,7 @@ def _sort_turned(name: str, x: Any, axis: int, descending: bool, parts: int) -> 
     # Two all-to-alls move each element at most twice; a gather moves parts - 1 times the array.
     if parts < 3 or not free:
         return None
+    # The longest dimension is divided most evenly.
     other = max(free, key=lambda n: x.shape[n])
     dims[axis], dims[other] = dims[other], dims[axis]
     turned = x.shard(ShardingSpec(x.type.spec.mesh, dims))
@@ -142,6 +144,7 @@ def _count_moved_bytes(x: Any, parts: int, wants_places: bool) -> tuple[int, int
     """Return the maximum bytes that samples and elements move, or None if it cannot be sampled."""
     if x.dtype.name not in _SAMPLED:
         return None
+    # PyTorch's gradients do not follow exchanges of samples; they follow a gather.
     if x.runner.library.name == "torch" and any(map(records_gradient, x._shards)):
         return None
     size_bytes, count = int(x.dtype.itemsize_bytes), int(x.shape[0])
@@ -185,7 +188,7 @@ class _SampleSort:
         return type(self.x).of_shards(kind, shards, self.x.runner)
 
     def _sort_parts(self, wants_places: bool) -> tuple[Any, Any]:
-        """Step 1: sort each part, and return the positions of its elements."""
+        """Sort each part, and return the positions of its elements (step 1)."""
         x = self.x
         space = x.runner.library.namespace
         if not wants_places:
@@ -202,7 +205,7 @@ class _SampleSort:
         return own, self._array(ArrayType(x.shape, _PLACES, x.type.spec), places)
 
     def _find_pieces(self, own: Any) -> list[tuple[int, ...]]:
-        """Step 2: find how many elements of each sorted part go to each part of the result."""
+        """Find how many elements of each sorted part go to each part of the result (step 2)."""
         parts = len(self.lengths)
         starts = np.cumsum([0, *self.lengths])
         totals = starts[1:-1]
@@ -228,7 +231,7 @@ class _SampleSort:
         return [tuple(sizes) for sizes in np.diff(ends, axis=0).T.tolist()]
 
     def _exchange(self, own: Any, pieces: list[tuple[int, ...]]) -> tuple[Any, ...]:
-        """Step 3: reshard to the sharding that stores the pieces of each part together."""
+        """Reshard to the sharding that stores the pieces of each part together (step 3)."""
         spec, runner = self.x.type.spec, self.x.runner
         axes = list(itertools.chain.from_iterable(level.axes for level in spec.dim_specs[0].levels))
         blocks = [(n, Sizes(sizes)) for n, sizes in zip(self.lengths, pieces, strict=True) if n]
@@ -348,7 +351,7 @@ register(
 
 @of_arrays
 def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    """The indices that sort along an axis; the sort is stable."""
+    """Return the indices that sort along an axis; the sort is stable."""
     return _put_in_order("argsort", x, axis_of(x.ndim, axis), bool(descending))
 
 
@@ -371,7 +374,7 @@ register(
 
 @of_arrays
 def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None) -> Any:
-    """The insertion indices of `x2` in the sorted `x1`, or in `x1` sorted by `sorter`."""
+    """Return the insertion indices of `x2` in the sorted `x1`, or in `x1` sorted by `sorter`."""
     x1, x2 = operands(x1, x2)
     if sorter is not None:
         x1 = take(x1, sorter, axis=0)
@@ -380,7 +383,7 @@ def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None)
 
 @of_arrays
 def nonzero(x: Any, /) -> tuple[Any, ...]:
-    """The indices of nonzero elements, by dimension; not sharded."""
+    """Return the indices of nonzero elements, by dimension; not sharded."""
     if not x.ndim:
         raise UsageError("nonzero of an array of no dimensions; it has no indices: reshape it")
     return tuple(whole(x, indices) for indices in x.runner.library.namespace.nonzero(x.to_dense()))
@@ -411,13 +414,13 @@ class UniqueInverse(NamedTuple):
 
 @of_arrays
 def unique_all(x: Any, /) -> UniqueAll:
-    """The unique elements, their first indices, inverse indices and counts; not sharded."""
+    """Return the unique elements, their first and inverse indices, and counts; not sharded."""
     unique = _find_unique(x)
     return unique._replace(inverse_indices=reshape(unique.inverse_indices, x.shape))
 
 
 def _find_unique(x: Any) -> UniqueAll:
-    """The result of `unique_all`, by NumPy in both libraries: PyTorch lacks first indices."""
+    """Compute `unique_all` by NumPy in both libraries, since PyTorch lacks first indices."""
     library = x.runner.library
     values, indices, inverse, counts = np.unique(
         library.numpy(x.to_dense()),
@@ -432,27 +435,27 @@ def _find_unique(x: Any) -> UniqueAll:
 
 @of_arrays
 def unique_counts(x: Any, /) -> UniqueCounts:
-    """The unique elements and their counts; not sharded."""
+    """Return the unique elements and their counts; not sharded."""
     unique = _find_unique(x)
     return UniqueCounts(unique.values, unique.counts)
 
 
 @of_arrays
 def unique_inverse(x: Any, /) -> UniqueInverse:
-    """The unique elements and the inverse indices; not sharded."""
+    """Return the unique elements and the inverse indices; not sharded."""
     unique = unique_all(x)
     return UniqueInverse(unique.values, unique.inverse_indices)
 
 
 @of_arrays
 def unique_values(x: Any, /) -> Any:
-    """The unique elements; not sharded."""
+    """Return the unique elements; not sharded."""
     return _find_unique(x).values
 
 
 @of_arrays
 def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Any:
-    """Whether each element of `x1` is in `x2`."""
+    """Return whether each element of `x1` is in `x2`."""
     x1, x2 = operands(x1, x2)
     # Each element of `x1` is compared with all of `x2`, along a new last axis.
     flat = reshape(x2, (1,) * x1.ndim + (x2.size,))
@@ -462,7 +465,7 @@ def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Any:
 
 @of_arrays
 def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: Any = None) -> Any:
-    """The differences of neighbours along an axis, `n` times."""
+    """Compute the differences of neighbours along an axis, `n` times."""
     place = axis_of(x.ndim, axis)
     if not hasattr(n, "__index__") or n < 0:
         raise UsageError(f"differences taken {n!r} times; give a whole number of 0 or more")
@@ -495,7 +498,7 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
 
 @of_arrays
 def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
-    """The `k` largest elements along an axis, in descending order, and their indices."""
+    """Return the `k` largest elements along an axis, in descending order, and their indices."""
     reductions.check_ordered(x, "top_k")
     attributes = {"k": check_int(k, "k of top_k"), "axis": axis_of(x.ndim, axis)}
     result: tuple[Any, Any] = call("top_k", (x,), attributes)

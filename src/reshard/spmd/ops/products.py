@@ -44,7 +44,7 @@ from reshard.spmd.shards.operation_call import call
 
 @of_arrays
 def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
-    """Sum of products over an axis; the first operand is conjugated."""
+    """Sum products over an axis; the first operand is conjugated."""
     x1, x2 = operands(x1, x2)
     # Counted from the end, where operands are lined up.
     least = min(x1.ndim, x2.ndim)
@@ -91,7 +91,7 @@ register(
 
 @of_arrays
 def tensordot(x1: Any, x2: Any, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Any:
-    """Sum of products over pairs of axes."""
+    """Sum products over pairs of axes."""
     is_pair = isinstance(axes, Sequence) and not isinstance(axes, str) and len(axes) == 2
     if not isinstance(axes, int) and not (is_pair and all(isinstance(n, Sequence) for n in axes)):
         raise SpecError(f"tensordot over axes {axes!r}; give how many, or a list of axes of each")
@@ -185,7 +185,7 @@ register(
 
 @of_arrays
 def outer(x1: Any, x2: Any, /) -> Any:
-    """The outer product of two vectors."""
+    """Compute the outer product of two vectors."""
     x1, x2 = operands(x1, x2)
     if x1.ndim != 1 or x2.ndim != 1:
         raise SpecError(f"outer of shapes {list(x1.shape)} and {list(x2.shape)}; give vectors")
@@ -196,7 +196,7 @@ def outer(x1: Any, x2: Any, /) -> Any:
 
 
 def einsum(subscripts: str, /, *arrays: Any) -> Any:
-    """Sums of products over subscripts, as `numpy.einsum`.
+    """Sum products over subscripts, as `numpy.einsum`.
 
     If an operand has a letter twice, its diagonal is taken first.
 
@@ -421,7 +421,7 @@ register(
 
 
 def matmul_rule(shapes: Sequence[Shape]) -> Inferred:
-    """`[..., i, k] @ [..., k, j] -> [..., i, j]`; a vector has no `i`, or no `j`.
+    """Infer `[..., i, k] @ [..., k, j] -> [..., i, j]`; a vector lacks `i`, or `j`.
 
     >>> print(matmul_rule([(2, 4, 8), (8, 16)]).rule)
     ([i, j, l], [l, k]) -> ([i, j, k]) {i=2, j=4, k=16, l=8} reduction={l}

@@ -67,7 +67,7 @@ Axis = int | Sequence[int] | None
 
 @of_arrays
 def sum(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
-    """The sum over axes, over all when None."""
+    """Compute the sum over axes, over all when None."""
     wide = _find_total_type(x, dtype)
     return call("sum", (x,), _make_attributes(axis, keepdims), {"dtype": wide})
 
@@ -122,7 +122,7 @@ register(
 
 @of_arrays
 def prod(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
-    """The product over axes, over all when None."""
+    """Compute the product over axes, over all when None."""
     wide = _find_total_type(x, dtype)
     return call("prod", (x,), _make_attributes(axis, keepdims), {"dtype": wide})
 
@@ -154,7 +154,7 @@ register(
 
 @of_arrays
 def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The maximum over axes, over all when None."""
+    """Compute the maximum over axes, over all when None."""
     check_some(x, axis, "max")
     return call("max", (x,), _make_attributes(axis, keepdims))
 
@@ -205,7 +205,7 @@ register(
 
 @of_arrays
 def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The minimum over axes, over all when None."""
+    """Compute the minimum over axes, over all when None."""
     check_some(x, axis, "min")
     return call("min", (x,), _make_attributes(axis, keepdims))
 
@@ -221,7 +221,7 @@ register(
 
 
 def check_ordered(x: Any, name: str) -> None:
-    """Raises UsageError for complex numbers."""
+    """Raise UsageError for complex numbers."""
     if kind_of(x.dtype) == "complex floating":
         raise UsageError(f"{name} of {x.dtype}: complex numbers have no order; take real or abs")
 
@@ -246,7 +246,7 @@ def _count_reduced(shape: Sequence[int], axis: Axis) -> int:
 
 @of_arrays
 def all(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """Whether all elements are true over axes, over all when None."""
+    """Return whether all elements are true over axes, over all when None."""
     return call("all", (_as_truth(x),), _make_attributes(axis, keepdims))
 
 
@@ -269,7 +269,7 @@ register(
 
 @of_arrays
 def any(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """Whether any element is true over axes, over all when None."""
+    """Return whether any element is true over axes, over all when None."""
     return call("any", (_as_truth(x),), _make_attributes(axis, keepdims))
 
 
@@ -285,14 +285,14 @@ register(
 
 @of_arrays
 def count_nonzero(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The number of nonzero elements over axes, over all when None."""
+    """Count nonzero elements over axes, over all when None."""
     # Booleans are added as int64.
     return sum(_as_truth(x), axis=axis, keepdims=keepdims)
 
 
 @of_arrays
 def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The mean over axes, over all when None; of integers in `float64`.
+    """Compute the mean over axes, over all when None; of integers in `float64`.
 
     Floats narrower than 4 bytes are summed as `float32`, and the mean has their type.
     """
@@ -323,7 +323,7 @@ def _is_whole(x: Any) -> object:
 
 @of_arrays
 def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
-    """The variance over axes, over all when None, divided by `count - correction`."""
+    """Compute the variance over axes, over all when None, divided by `count - correction`."""
     result = _take_var(_widen(x), axis, correction, keepdims)
     return result if _is_whole(x) else data_types.astype(result, x.dtype)
 
@@ -340,7 +340,7 @@ def _take_var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
 
 @of_arrays
 def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
-    """The standard deviation: the square root of `var`."""
+    """Compute the standard deviation: the square root of `var`."""
     result = elementwise.sqrt(_take_var(_widen(x), axis, correction, keepdims))
     return result if _is_whole(x) else data_types.astype(result, x.dtype)
 
@@ -350,7 +350,7 @@ def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool
 
 @of_arrays
 def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
-    """The index of the maximum along an axis; in the flattened array when None."""
+    """Return the index of the maximum along an axis; in the flattened array when None."""
     return _find_place("argmax", x, axis, keepdims)
 
 
@@ -388,7 +388,7 @@ register("argmax", whole_axes, result_types=index, note=_PLACE, is_constant=True
 
 @of_arrays
 def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
-    """The index of the minimum along an axis; in the flattened array when None."""
+    """Return the index of the minimum along an axis; in the flattened array when None."""
     return _find_place("argmin", x, axis, keepdims)
 
 
@@ -402,7 +402,7 @@ register("argmin", whole_axes, result_types=index, note=_PLACE, is_constant=True
 def cumulative_sum(
     x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
 ) -> Any:
-    """The cumulative sum along an axis."""
+    """Compute the cumulative sum along an axis."""
     return _take_totals("cumulative_sum", x, axis, dtype, include_initial)
 
 
@@ -486,6 +486,7 @@ _TOTALS = "totals of other parts are needed"
 def _pull_running_sum(step: TapeStep, g: Any, number: int) -> Any:
     axis, parts = step.attributes["axis"], step.attributes.get("parts")
     # The cotangents of all later positions are added up, from the end.
+    # The initial value is a constant, whose cotangent is dropped.
     turned = movement.flip(_without_initial(step, g), axis=axis)
     more = {} if parts is None else {"parts": tuple(reversed(parts))}
     return movement.flip(call("cumulative_sum", (turned,), {"axis": axis, **more}), axis=axis)
@@ -517,7 +518,7 @@ register_cumulative(
 def cumulative_prod(
     x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
 ) -> Any:
-    """The cumulative product along an axis."""
+    """Compute the cumulative product along an axis."""
     return _take_totals("cumulative_prod", x, axis, dtype, include_initial)
 
 

@@ -216,6 +216,7 @@ def _place(
     queries = specs[0]
     sizes = shapes[0][-2], shapes[1][-2]
     asked = attributes["query_parts"], attributes["key_parts"]
+    # The attributes name the parts that the turn was made for; other shardings run by the rule.
     if tuple(stretches_of(queries, -2, size) for size in sizes) != asked:
         return None
     mesh, whole = queries.mesh, DimSpec()
@@ -244,6 +245,7 @@ def _find_key_rule(attributes: Mapping[str, Any]) -> CutRule:
     for number, part in enumerate(keys):
         seeing = (number - attributes["turn"]) % count
         for stretch in part:
+            # Keys that nobody sees in this turn stay, so that they are not sent.
             is_seen = is_reached(attributes, queries[seeing], (stretch,))
             places.append((stretch, seeing if is_seen else number))
     sizes, rules = [], []
@@ -356,6 +358,7 @@ def _turn_gradient_kernel(work: LocalWork) -> list[Function]:
 
 
 def _zeros(space: Any, x: Any, length: int) -> Any:
+    # NumPy's `zeros` takes no device but "cpu".
     device = {"device": x.device} if type(x).__module__ == "torch" else {}
     return space.zeros((*x.shape[:-2], length, x.shape[-1]), dtype=x.dtype, **device)
 

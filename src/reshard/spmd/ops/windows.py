@@ -102,7 +102,7 @@ def convolution(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Any:
-    """Convolution of `[n, g c, *space]` with `[g o, c, *window]`, which gives `[n, g o, *space]`.
+    """Convolve `[n, g c, *space]` with `[g o, c, *window]`, which gives `[n, g o, *space]`.
 
     Channels may be sharded: sharded input channels give a pending sum, and sharded output channels
     a sharded result. Spatial dimensions may be sharded, too: halos are exchanged.
@@ -156,7 +156,7 @@ def _convolution_rule(
     groups: int = 1,
     batch_groups: int = 1,
 ) -> Inferred:
-    """`[n, g c, *space], [g o, c, *window] -> [n, g o, *space]`; a bias is added afterwards.
+    """Infer `[n, g c, *space], [g o, c, *window] -> [n, g o, *space]`. A bias comes later.
 
     With `batch_groups` the batch is `[b n]` and the output channels `[b o]`.
 
@@ -256,7 +256,9 @@ def _convolution_kernel(work: LocalWork) -> list[Function]:
             outputs, each = kernel.shape[:2]
             # Groups are counted by both operands, because a rank may have only some of them.
             groups = x.shape[1] // each if each else 1
+            # A rank without channels of the sum contributes zeros.
             result = library.filled((x.shape[0], outputs, *counts), 0, x)
+            # Nothing is added, but all ranks have to record the same gradients.
             if 0 in (*result.shape, groups, each):
                 return library.linked(library.linked(result, x), kernel)
             # [groups, outputs a group, channels a group, *window]
@@ -532,6 +534,7 @@ def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
     reaches = halos.find_reaches(sizes, window, strides, options["padding"], dilation)
     held = [[(0, reach.size) for reach in reaches]]
     windows = [[(0, reach.count) for reach in reaches]]
+    # None for the few elements that determine the results' types.
     shapes: list[Any] = [None]
     if work.result_specs and x_type is not None and x_type.spec is not None:
         held, windows = (halos.stretches_of_space(work, number, count) for number in (0, 1))
@@ -593,7 +596,7 @@ _register_product(
 def max_pool(
     x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
 ) -> Any:
-    """The maximum of each window over the last dimensions."""
+    """Compute the maximum of each window over the last dimensions."""
     return _call_pool("max_pool", x, window, strides, padding)
 
 
@@ -601,7 +604,7 @@ def max_pool(
 def avg_pool(
     x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
 ) -> Any:
-    """The mean of each window over the last dimensions; padding counts as zeros."""
+    """Compute the mean of each window over the last dimensions; padding counts as zeros."""
     return _call_pool("avg_pool", x, window, strides, padding)
 
 
@@ -689,6 +692,7 @@ def _pool_kernel(
             x = edges_of(x).apply(library, x, padding_of(x))
             gaps = (1,) * len(window)
             counts = window_sizes(x.shape[lead:], window, strides)
+            # The first position is the start, so that no identity of the type is needed.
             pooled: Any = None
             for _, slices in slice_windows(counts, window, strides, gaps):
                 part = x[(..., *slices)]

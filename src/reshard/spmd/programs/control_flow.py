@@ -198,6 +198,7 @@ def _read_length(xs: Any, length: int | None) -> int:
             "dimension were expected, or None and length="
         )
     (count,) = sizes
+    # A bool is an int in Python.
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise UsageError(f"sp.scan with length={count!r}; a whole number, 0 or more, was expected")
     return count
@@ -249,9 +250,12 @@ def _run_scan(
 def _collect_nothing(body: Function, carried: Any, parts: Any) -> Any:
     """Return the collected values of a loop without iterations, which are empty."""
     first = replaced(
-        parts, lambda x: x if x is None else pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))[0]
+        # No position can be read, so the body sees zeros; only the types of its results count.
+        parts,
+        lambda x: x if x is None else pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))[0],
     )
     _, y = split_pair("scan", body(carried, first))
+    # Stacked and sliced, so that type and sharding are those of a loop with iterations.
     return replaced(as_arrays("scan", y), lambda x: x if x is None else stack([x])[:0])
 
 
@@ -263,6 +267,7 @@ def _record_scan(
     reverse: bool,
     recorder: GraphRecorder,
 ) -> tuple[Any, Any]:
+    # Traced without contributions that wait: an iteration reduces them, and a loop keeps its types.
     first = types_of(carried)
     at = replaced(parts, lambda x: None if x is None else _without_first(x.type))
 
@@ -372,6 +377,7 @@ def cond(predicate: Any, true_function: Function, false_function: Function, *arg
     check_functions("cond", true_function, false_function)
     inputs = as_arrays("cond", list(arguments))
     recorder = listening_recorder()
+    # A Python bool is known while a function is traced, so only the chosen function is.
     if isinstance(predicate, bool) or recorder is None:
         chosen = true_function if read_predicate("cond", predicate) else false_function
         return as_arrays("cond", chosen(*inputs))

@@ -71,6 +71,7 @@ class OwnOperator:
             SpecError: shapes that the rule does not fit.
             ShardError: a local function whose parts do not have the shapes of the rule.
         """
+        # Calls look the operator up by name, so an older object would run the newer function.
         if operators.get(self.name) is not self._row:
             raise UsageError(
                 f"operator {self.name} was registered again with another function since; call "
@@ -250,6 +251,7 @@ def _check_counted(name: str, rule: Template | OpShardingRule) -> None:
     if not rule.results:
         raise SpecError(f"the rule {rule} of operator {name} has no result; give it one")
     of_results = {factor for mapping in rule.results for dim in mapping for factor in dim}
+    # Without a kind, parts of such a factor would give wrong results, unnoticed.
     handled = {*of_results, *rule.reduction, *rule.need_replication}
     for mapping in rule.operands:
         for dim in mapping:
@@ -267,6 +269,7 @@ def _check_arity(name: str, function: Function, count: int) -> None:
     except (TypeError, ValueError):  # Of some built-in functions nothing is known.
         return
     try:
+        # Partially, since attributes may be required keyword arguments.
         parameters.bind_partial(*[None] * count)
     except TypeError:
         raise SpecError(

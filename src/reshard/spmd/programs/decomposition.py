@@ -361,6 +361,7 @@ class _PieceWriter:
         size = shape[dim] // (parts * count)
         at = dim
         if parts > 1:
+            # With the parts as a dimension of their own, a slice takes an equal piece of each.
             apart = (*shape[:dim], parts, size * count, *shape[dim + 1 :])
             key = (number, dim, parts)
             if key not in self._cut:

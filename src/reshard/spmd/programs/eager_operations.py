@@ -183,6 +183,7 @@ class _EagerOperation:
     def _run(self, arrays: Sequence[Any], runner: Runner) -> list[Any]:
         kinds, _ = self._find_kinds([array.type for array in arrays])
         if is_recorded(runner):
+            # Recorded again, in the graph that is being traced now.
             again = eagerly(self._function)
             arguments, options = filled(self._arguments, arrays)
             return list(map(bring, arrays_of(again(*arguments, **options)), kinds))

@@ -73,6 +73,7 @@ def make_steps(
         """Return the register of a number, as the operand of so many ranks."""
         # By text: 1, 1.0 and True are equal as keys.
         register = registers.setdefault((repr(value), count), first + len(registers))
+        # A number for each rank, like the shards of an array.
         constants[register] = (value,) * count
         return register
 
@@ -421,6 +422,7 @@ class Program:
         self._wanted = dict(zip(graph.inputs, graph.input_types, strict=True))
         self._arguments = graph.arguments
         self._inputs = [number for number, kind in self._wanted.items() if kind is not None]
+        # A value that is returned several times is a single output.
         self._outputs = tuple(dict.fromkeys(graph.outputs))
         self._fixed: dict[int, Any] = {}
 
@@ -491,6 +493,7 @@ class Program:
     def _compute(
         self, arrays: dict[int, Any], runner: Runner, observe: Observe | None = None
     ) -> dict[int, Any]:
+        # Constants are laid out once; programs read them at each run.
         if not self._fixed:
             constants = self._graph.constants
             self._fixed = self._enter(constants, constants.values(), runner)

@@ -192,6 +192,7 @@ def _find_widest(tensors: OperatorTensors, factor: int, direction: Direction) ->
     """Return the sharding of a factor with the most shards, of the tensors of a direction."""
     count = tensors.count_of_operands
     from_operands, from_results = direction & Direction.FORWARD, direction & Direction.BACKWARD
+    # A single part shards nothing.
     best: tuple[int, int] = (1, -1)
     axes: Parts = ()
     for number, factors in enumerate(tensors.factors):
@@ -207,6 +208,7 @@ def _find_widest(tensors: OperatorTensors, factor: int, direction: Direction) ->
 
 def _count_parts(tensors: OperatorTensors, factor: int, axes: Parts) -> int:
     """Return the number of nonempty shards into which axes cut a factor."""
+    # Further parts would be empty.
     return min(size_of(axes), max(tensors.rule.sizes[factor], 1))
 
 

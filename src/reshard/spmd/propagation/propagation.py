@@ -483,6 +483,7 @@ class _Propagation:
             is_waiting[current] = False
             places = tensors[current]
             kind = self._kind_of[current]
+            # Numbers are compared faster than shardings, and layers of a model repeat them.
             key = (numbers[kind], *[state[place] for place in places])
             changes = answers.get(key)
             if changes is None:

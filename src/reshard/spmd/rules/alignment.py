@@ -85,6 +85,8 @@ def aligned_by_bytes(
     """
     of_results = tuple({f: None for mapping in rule.results for dim in mapping for f in dim})
     reduced = tuple(factor for factor in rule.reduction if factor not in of_results)
+    # Of equal costs the first is taken, which makes results as they are wanted, and needs no
+    # reduce-scatter.
     orders: list[tuple[tuple[int, ...], ...]] = [(leading, of_results), (), (reduced,)]
     # All operands agree.
     if not (reduced or leading) or sum(map(_is_cut, operands)) < 2:
@@ -92,6 +94,7 @@ def aligned_by_bytes(
     ways = dict.fromkeys(
         aligned(rule, operands, operand_shapes, result_shapes, whole, order) for order in orders
     )
+    # Other orders reduce the elements of the same results, and are scattered to them.
     (_, wanted), *others = ways
     found = [Alignment(runs, made, wanted) for runs, made in ways]
     if not others:
@@ -214,6 +217,7 @@ def _choose(
     used: list[Axis] = []
     # The largest operand of a group first; ties by operand, then by factor, so that the answer is
     # always the same.
+    # Reversed, so that a factor of several groups counts in the first.
     group = {factor: n for n, factors in reversed([*enumerate(order)]) for factor in factors}
     proposals = sorted(
         (one for one in proposals if one[2] not in blocked),
@@ -274,6 +278,7 @@ def _meet(one: Axis, other: Axis) -> bool:
     if one.size is None or other.size is None:
         return True
     # Sub-axes of the same axis are disjoint if the lower ends at or before the start of the higher.
+    # `pre` is the product of the sizes of all more major sub-axes.
     low, high = sorted((one, other), key=lambda axis: axis.pre)
     return high.pre % (low.pre * (low.size or 1)) != 0
 
@@ -347,5 +352,6 @@ def _without_major(rule: OpShardingRule, mesh: DeviceMesh, cuts: Cuts) -> list[i
                 parts = math.prod(
                     mesh.axis_size(axis) for axis in (cuts[factor].axes if factor in cuts else ())
                 )
+                # Only then are the parts of the next factor contiguous in the dimension.
                 is_whole = is_whole and parts == rule.sizes[factor]
     return list(dict.fromkeys(found))

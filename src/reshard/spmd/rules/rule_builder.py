@@ -108,6 +108,7 @@ def from_dims(
     # The sizes of the operands' dimensions that have a factor alone, and of the results'.
     given: dict[Any, list[int]] = {}
     returned: dict[Any, int] = {}
+    # Operands come first, so that the shorter list ends before results.
     for tensor, (dims, shape) in enumerate(zip(tensors, shapes, strict=False)):
         if len(dims) != len(shape):
             raise SpecError(
@@ -129,6 +130,7 @@ def from_dims(
         if sizes is not None and factor in sizes:
             found[factor] = sizes[factor]
         elif not own:
+            # A factor of compound dimensions alone needs `sizes`; without it, it counts as 1.
             found[factor] = returned.get(factor, 1)
         elif own.count(own[0]) == len(own):
             found[factor] = own[0]
@@ -161,6 +163,7 @@ def from_dims(
                 dims[place] = ((tensor, place),)
                 found[tensor, place] = shape[place]
     of_results = {factor for dims in made for dim in dims for factor in dim}
+    # Numbers decide ties of propagation, so they follow the order in which factors were found.
     numbers = {factor: number for number, factor in enumerate(found)}
 
     def numbered(factors: Iterable[Any]) -> list[int]:

@@ -94,6 +94,7 @@ class OpShardingRule(Interned):
         self.operands = _write_mappings(operands)
         self.results = _write_mappings(results)
         self.sizes = tuple(int(size) for size in sizes)
+        # Sorted, so that equal rules are the same interned object.
         self.reduction = tuple(sorted(set(reduction)))
         self.need_replication = tuple(sorted(set(need_replication)))
         self.permutation = tuple(sorted(set(permutation)))
@@ -335,6 +336,7 @@ def _parse_mappings(body: str, index: dict[str, int], text: str) -> list[list[li
                     f"dimension {item!r} of {text!r} is not made of factors; write it as i, or as "
                     "ij for two factors, or as 1 for none"
                 )
+            # A digit belongs to the letter before it, so `iz_1` is `i` and `z_1`.
             dims.append([_read_index(index, name, text) for name in re.findall(FACTOR_NAME, item)])
         found.append(dims)
     return found

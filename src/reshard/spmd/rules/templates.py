@@ -89,6 +89,7 @@ class Template:
         operands, repeated = re.subn(r"\]\s*,\s*\.\.\.\s*\)", "])", found["operands"])
         said = {item.partition("=")[0].strip() for item in (found["sizes"] or "").split(",")}
         # 2. The other factors follow in the order of the module's templates, with a dummy size.
+        # Results first: factors of results have the lower numbers, which win ties of propagation.
         names = dict.fromkeys(re.findall(FACTOR_NAME, found["results"] + operands))
         others = ", ".join(f"{name}=1" for name in names if name not in said)
         sizes = ", ".join(one for one in (others, (found["sizes"] or "").strip()) if one)
@@ -176,7 +177,7 @@ def _as_plain(factors: Iterable[int]) -> Mapping:
 
 
 def matmul_template(batch_dims: int = 0) -> Template:
-    """Matrix products `[..., i, k] @ [..., k, j] -> [..., i, j]` over leading batch dimensions.
+    """Return matrix products `[..., i, k] @ [..., k, j] -> [..., i, j]` over batch dimensions.
 
     >>> print(matmul_template(0))
     ([i, k], [k, j]) -> ([i, j]) reduction={k}
@@ -237,7 +238,7 @@ def reduce_template(
 
 
 def transpose_template(rank: int, perm: Sequence[int]) -> Template:
-    """Dimension `d` of the result is dimension `perm[d]` of the operand.
+    """Return a transposition: dimension `d` of the result is `perm[d]` of the operand.
 
     >>> print(transpose_template(3, (2, 0, 1)).rule((4, 8, 2)))
     ([j, k, i]) -> ([i, j, k]) {i=2, j=4, k=8}
@@ -253,7 +254,7 @@ def transpose_template(rank: int, perm: Sequence[int]) -> Template:
 
 
 def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Template:
-    """NumPy's broadcasting: dimensions are aligned at the end, and size 1 is expanded.
+    """Return NumPy's broadcasting: aligned at the end, with size 1 expanded.
 
     >>> print(broadcast_with_shapes_template((1, 8), (4, 3, 8)).rule((1, 8)))
     ([j, l]) -> ([i, k, l]) {i=4, j=1, k=3, l=8} need_replication={j}

@@ -191,6 +191,7 @@ class ReshardCache:
             return moved
         with self._lock:
             if array.is_given:
+                # By identity, since ranks of a process may share a shard.
                 copies = {id(shard): library.copied(shard) for shard in array._shards}
                 array.take_over(tuple([copies[id(shard)] for shard in array._shards]))
         kept = array.cached_reshards()

@@ -68,6 +68,7 @@ class TransposedMovement(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # Gradients of sums are broadcast views, which cannot be sent as they are.
         return ctx.back(gradients[0].contiguous()), None, None
 
 
@@ -110,6 +111,8 @@ def with_gradient(
             return (
                 _cross(runner, source, spec, whole, tensor, lambda x: move((x,))[0], enters=True),
             )
+        # Which contribution is the maximum is known only after the movement, so it is not
+        # transposed.
         if before.reduction in ("max", "min"):
             combined = _combine_extremes(runner, source, before, tensor)
             return runner.movement(source.with_spec(without_partial(before)), spec)((combined,))
@@ -414,6 +417,7 @@ class OverProcesses(Runner):
             told = None if failure is None else (known, str(failure))
             kind, text = share(told, group.slots - first, group)
         repeated = self.collective_error(kind(text))
+        # The rank that failed shows its own traceback; others have none.
         repeated.__cause__ = failure
         return repeated
 

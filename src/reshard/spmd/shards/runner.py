@@ -243,7 +243,7 @@ _chosen: ContextVar[Runner | None] = ContextVar("runner", default=None)
 
 @contextmanager
 def running(runner: Runner) -> Iterator[Runner]:
-    """Arrays that are created inside the block use this runner.
+    """Use a runner for arrays that are created inside the block.
 
     >>> import reshard.spmd as sp
     >>> with sp.running(sp.in_process("numpy")):

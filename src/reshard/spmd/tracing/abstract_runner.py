@@ -121,6 +121,7 @@ class AbstractRunner(Runner):
         """Return how an array is resharded over the processes of a host."""
         before = source.spec or replicated(spec.mesh, source.ndim)
         plan = LayoutChange(before.layout(source.shape), spec.layout(source.shape))
+        # Contributions are made anew even if no elements move, for example from copies.
         is_here = not plan.moved_elements and plan.target.reduction is None
         return "here" if is_here else "messages"
 
@@ -138,11 +139,13 @@ class AbstractRunner(Runner):
     def _shards(self, kind: ArrayType, ranks: Sequence[int]) -> Shards:
         if kind.spec is None:
             return (AbstractShard(kind.shape, kind.dtype),) * len(ranks)
+        # A rank without a part lacks an entry, and gets a shard without dimensions.
         shapes = kind.layout.local_shapes
         return tuple(AbstractShard(shapes.get(rank, ()), kind.dtype) for rank in ranks)
 
     def dense(self, source: ArrayType, shards: Shards) -> Any:
         """Return the elements of a constant. Raises UsageError for an array that has none."""
+        # Constants of a traced function keep their elements.
         if source.spec is None and not isinstance(shards[0], AbstractShard):
             return shards[0]
         raise UsageError(

@@ -157,6 +157,7 @@ def _draw_row(row: list[str]) -> str:
 
 def _draw_ranks(trace: TraceRecord) -> list[str]:
     """Draw the data movement and memory of each rank; equal ranks share a row."""
+    # Ranks need not begin at 0, nor be contiguous.
     span = max(trace.ranks) + 1
     sent, received = np.zeros(span, dtype=np.int64), np.zeros(span, dtype=np.int64)
     for traced in trace.operations:

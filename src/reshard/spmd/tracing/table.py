@@ -73,6 +73,8 @@ def table_rows(trace: TraceRecord) -> list[list[str]]:
         rest += [duration_text(times[name]) if times[name] else "-" for name in headers]
         for number, kind in zip(traced.operation.results, traced.results, strict=True):
             rows.append([words[0], f"%{number}", words[1], str(kind), sharding_text(kind), *rest])
+            # Only the first result shows the operation's columns, so that sums over a column count
+            # it once.
             words, rest = ("", ""), blank
     return rows
 
@@ -218,6 +220,7 @@ def reason_of(traced: TracedOperation, reshard: InsertedReshard) -> str:
         asking = _explain_result(traced, reshard)
         return asking or f"the placement wants what {operation.operator} makes so"
     place = _find_place(traced, reshard)
+    # The operator runs with another sharding of the value: a placement asked for this reshard.
     if place is None:
         return f"the placement has {operation.operator} read it so"
     explained = [*_explain_contributions(traced, place), *_explain_cuts(traced, place)]

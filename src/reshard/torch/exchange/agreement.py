@@ -72,6 +72,7 @@ class CallSignature:
         """14 bytes that are equal for equal parts, in the same order."""
         hasher = hashlib.blake2b(digest_size=14)
         for name, part in self.parts.items():
+            # With lengths, since parts that are divided differently must have different digests.
             hasher.update(f"{len(name)}:{name}:{len(part)}:".encode() + part)
         return hasher.digest()
 
@@ -294,6 +295,7 @@ def _gather_unequal(
         if not digest[0]:
             found[digest] = b""
             continue
+        # The first word of a digest is the length.
         data = tensor_of(own) if me == rank else torch.empty(digest[0], dtype=torch.uint8)
         if not to_first:
             among.broadcast(data, rank)

@@ -296,6 +296,7 @@ def find_partitioning(
     message_bytes = schedule.limit_message_bytes(extra_bytes, peers)
     shared = _find_shared(group, device, is_grouped, is_hosted)
     if shared is not None and shared.is_complete:
+        # Smaller, so that packed bytes are still in a cache when they are unpacked.
         message_bytes = min(message_bytes, schedule.NEAR_MESSAGE_BYTES)
     return group.rank, group.slots, is_grouped, message_bytes
 
@@ -472,6 +473,7 @@ class MessageExchange:
         if self._is_pipeline:
             ahead = _PIPELINE_AHEAD
         half = None if memory is None else memory[is_sent * most_bytes :]
+        # Its packed messages are used again where they are.
         if before is not None and is_sent:
             half = before._slots[is_sent].memory
         if (
@@ -633,6 +635,7 @@ class MessageExchange:
             while self._completed < self._posted[0] and arriving[self._completed].key < step.key:
                 self._complete_alone(arriving[self._completed])
                 self._completed += 1
+        # Contributions are combined in their order, so that every run gives the same bits.
         if step.order and not step.only_sends:
             # The contributions to combine it with precede it in its lane, and are posted.
             while not step.is_done:

@@ -146,6 +146,7 @@ class RankGroup:
                 self.ranks[position]: connected
                 for position, connected in sockets_by_position.items()
             }
+            # Ranks can map each other's device memory only if they see the same devices.
             devices = DeviceMemory() if len(seen) == 1 and NO_DEVICES not in seen else None
             self.shared_memory = SharedMemory(sockets, timeout_s, is_complete, devices, ratios)
             # Only waits for connections check the watch for unreachable peers.
@@ -409,6 +410,7 @@ class RankGroup:
         while cause is not None and cause is not self._known_error:
             cause = cause.__cause__
         if cause is None:
+            # Texts of the library's errors explain themselves; those of others may be a bare key.
             kind = "" if isinstance(error, ReshardError) else f"{type(error).__name__}: "
             self._close(f"{kind}{error}" or type(error).__name__)
 
@@ -484,6 +486,8 @@ def rank_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
     if met is not None and not met.has_failed:
         return met
     with _LOCK:
+        # A lock for each group, since meeting waits for other ranks, perhaps for the ranks of
+        # another group.
         turn = _MEETS.setdefault(process_group, threading.Lock())
     # If several threads call this first, a single thread meets the other ranks.
     with turn:

@@ -199,6 +199,7 @@ def meet(group: dist.ProcessGroup) -> Rendezvous:
     if is_probed:
         thread.start()
     try:
+        # Ranks arrive once per meeting, so the count of arrivals numbers the meetings.
         generation = (store.add("arrivals", 1) - 1) // group.size()
     except RuntimeError as error:
         raise _describe_loss(error) from error
@@ -247,6 +248,7 @@ def meet_at(
             waited_s = time.monotonic() - begun_s
             lost = find_loss() or (watch.find_lost() if watch else "")
             if not here and (lost or _has_notes(store, generation, ranks) or waited_s > limit_s):
+                # An empty note: this rank only lost others, and is not the cause.
                 leave_note(store, generation, position, "")
                 causes = _find_causes(store, generation, position, range(ranks), peers, watch)
                 raise RunError(f"nothing was moved: {causes or lost}")

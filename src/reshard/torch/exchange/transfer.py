@@ -289,6 +289,7 @@ class Transfer:
             for (_, peer), pieces in incoming.items():
                 received[peer].append((name, _digest(pieces)))
                 compared_bytes += sum(pieces.sizes_bytes)
+            # Copies alone: later orders are contributions, which are combined.
             for copy in local.get(0, ()):
                 compared_bytes += copy.target.nbytes
                 if not _has_same_bits(copy.target, copy.source.to(copy.target.dtype)):
@@ -325,6 +326,7 @@ class Transfer:
                 for exchange in batch.exchanges:
                     exchange.run()
                 error = _call_all(batch.after)
+            # After an error the batch was not completed.
             if observer is not None and error is None:
                 observer.end(number)
         return error
@@ -352,6 +354,7 @@ class Transfer:
         Other errors, such as those of a user's observer, are for the caller to raise.
         """
         self.has_failed = True
+        # Also of a failed run, which may have written parts.
         torch.autograd.graph.increment_version(self._versioned)
         consistency.mark_unusable(*self._written)
         self._group.break_off(error)

@@ -66,6 +66,7 @@ class FilledBuckets:
     def end(self, number: int) -> None:
         """Mark the events that a batch completes."""
         self._gate.end(number)
+        # Before the events are set, so that those who wait for them can take the guard.
         self._held.close()
         for event, need in zip(self._events, self._needs, strict=True):
             if need == number and not event.is_done:
@@ -200,6 +201,7 @@ class EngineSync(sync.WeightSync):
             self._is_mixed = False
         except BaseException as error:
             gate.fail(error)
+            # A run that failed before its first write leaves the weights as they were.
             self._is_mixed |= not ahead.is_usable
             if feed is None or not isinstance(error, ReshardError):
                 raise
@@ -223,6 +225,7 @@ class EngineSync(sync.WeightSync):
 
     def _find_needs(self, ahead: Refit) -> list[int]:
         """Return the batch of a refit that completes each bucket."""
+        # A tensor without a batch counts as complete at the end.
         last = max(ahead.batch_of.values(), default=0)
         return [
             max(ahead.batch_of.get(name, last) for name in event.names) for event in self.buckets
@@ -236,6 +239,7 @@ class EngineSync(sync.WeightSync):
             why = "the trainer ended the hand-on"
             self._leave(meeting, why)
             ended[meeting] = BROKE, why
+        # Turns are unique for each engine, so that engines never wait for each other in a cycle.
         for hand_on in sorted(order.hand_ons, key=lambda order_item: order_item.turn):
             if hand_on.meeting in self._relays:
                 continue

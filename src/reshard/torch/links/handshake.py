@@ -93,6 +93,7 @@ def announce(
     if rank:
         return _claim_rank(store, name, rank, ranks, deadline_s, presence)
     number = store.add("sides", 1) - 1
+    # Ranks of an earlier process of this name, which still wait, move on to this number.
     store.set(f"side/{name}", str(number))
     tokens, processes = [presence.token], [name_process(socket.gethostname(), os.getpid())]
     for other in range(1, ranks):
@@ -103,6 +104,7 @@ def announce(
         token, its_ranks, process = json.loads(store.get(claim))
         if its_ranks != ranks:
             problem = f"rank 0 of {name} has ranks={ranks}, rank {other} has ranks={its_ranks}"
+            # The other rank raises the same error at once, rather than after its timeout.
             store.set(f"welcome/{number}/{other}", json.dumps(["", problem]))
             raise LinkError(f"{problem}; give all ranks of a side the same")
         store.set(f"welcome/{number}/{other}", json.dumps([token, ""]))
@@ -253,6 +255,7 @@ def wait_for_engines(
                 # Another engine may replace it, so the failure is logged before the timeout.
                 LOGGER.warning("an engine failed before it was linked: %s", failed[-1])
         ready[:] = [engine for engine in announced if engine.number not in seen and waits(engine)]
+        # By name: an engine that restarted may be there twice.
         return len({engine.name for engine in ready}) >= fewest
 
     def waits(engine: Announcement) -> bool:
@@ -299,6 +302,7 @@ def wait_for_keys(
                 raise LinkError(explain_departure(store, side, side.tokens[rank]))
             if waited_s > timeout_s:
                 raise LinkError(f"{side.name_rank(rank)} does not answer for {timeout_s:g} s")
+            # Short at first: keys mostly come within milliseconds.
             time.sleep(min(waited_s / 8, _POLL_S))
 
 
@@ -308,14 +312,17 @@ def prove_secret(group: RankGroup, key: bytes) -> None:
     Raises LinkError with the name of a rank that does not know it.
     """
     own = group.rank
+    # Fresh for each rank, so that an answer that was overheard proves nothing.
     nonces = {other: os.urandom(_CODE_BYTES) for other in group.ranks if other != own}
     theirs = _swap(group, nonces)
     answers = {
+        # With the direction in it: an answer cannot be sent back as an answer.
         other: code_of(key, b"proof", nonce, f"{own} to {other}".encode())
         for other, nonce in theirs.items()
     }
     for other, answer in _swap(group, answers).items():
         expected = code_of(key, b"proof", nonces[other], f"{other} to {own}".encode())
+        # In constant time, so that its duration reveals nothing of the code.
         if not hmac.compare_digest(answer, expected):
             raise LinkError(f"rank {other} of the link does not know its secret")
 

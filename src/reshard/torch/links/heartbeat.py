@@ -90,6 +90,7 @@ def user_timeout_for_new_connections(silence_s: float) -> Iterator[None]:
 
     Connections opened by other threads are included.
     """
+    # By inode, since descriptors are used again.
     before = {key for key, _ in _list_sockets()}
     yield
     for key, number in _list_sockets():
@@ -97,6 +98,7 @@ def user_timeout_for_new_connections(silence_s: float) -> Iterator[None]:
             continue
         # The descriptor may be reused by now, which is harmless.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as opened:
+            # A host does not become unreachable to itself.
             if opened.type == socket.SOCK_STREAM and not _is_of_this_host(opened):
                 set_user_timeout(opened, silence_s)
 
@@ -182,6 +184,7 @@ class HeartbeatClient(Heartbeat):
             nonce = _receive(self._socket, NONCE_BYTES)
             own = bytes.fromhex(self.token)
             self._socket.sendall(own + code_of(store.key, b"presence", nonce, own))
+            # It is read whenever the process waits, and must not wait itself.
             self._socket.setblocking(False)
         except (OSError, ValueError) as error:
             raise LinkError(
@@ -230,6 +233,7 @@ class HeartbeatClient(Heartbeat):
                     self._is_silent = error.errno in SILENT_ERRORS
                 self._is_over = not accepted
                 self._told += accepted
+                # A read may end within a message.
                 whole = len(self._told) // _END_BYTES * _END_BYTES
                 for at in range(0, whole, _END_BYTES):
                     self._gone[self._told[at + 1 : at + _END_BYTES].hex()] = self._told[at : at + 1]
@@ -251,6 +255,7 @@ class HeartbeatServer(ProvingServer, Heartbeat):
         # The tokens of connected processes.
         self._tokens: dict[socket.socket, str] = {}
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # Any free port: clients read it at the store.
         listener = socket.create_server((address, 0), family=family)
         port = listener.getsockname()[1]
         ProvingServer.__init__(self, [listener], store.key, _HELLO_BYTES)

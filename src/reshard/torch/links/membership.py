@@ -68,6 +68,7 @@ class RunSummary:
     @classmethod
     def merge(cls, accounts: Sequence[RunSummary]) -> RunSummary:
         """Return the summary of all ranks; if they differ, the first counts."""
+        # In reverse, since later entries replace earlier ones.
         reversed_order = accounts[::-1]
         return cls(
             {
@@ -77,6 +78,8 @@ class RunSummary:
             },
             {name: why for account in reversed_order for name, why in account.lost.items()},
             tuple(sorted({number for account in reversed_order for number in account.given_up})),
+            # Every rank counts the bytes of all, so that their maximum is not lost with a rank that
+            # failed.
             max(account.trainer_bytes for account in reversed_order),
         )
 
@@ -323,6 +326,7 @@ class LinkMembers:
             ),
             job=f"{self.own.name}/{self.own.number}",
             home_rank=self.rank,
+            # A host's name may resolve to an address of another network.
             address=self.address.own_address(),
         )
         # Calls of a link have the same order on all ends, but their threads have different names.

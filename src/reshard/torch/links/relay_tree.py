@@ -80,6 +80,7 @@ def plan_relays(
             able = [candidate for candidate in ahead if can_feed(candidate, engine)]
             # Prefer the same host, then engines that do not forward yet, then the nearest.
             source = max(
+                # `max` returns the first of equal candidates, so the nearest must come first.
                 reversed(able),
                 key=lambda candidate: (
                     candidate.hosts == engine.hosts,
@@ -135,6 +136,7 @@ class BucketGate:
         """Wait until a batch is complete; raise RunError if it will not be."""
         with self._changed:
             self._changed.wait_for(lambda: self._complete > number or self._error is not None)
+            # Batches that were complete before the error may be forwarded.
             if self._complete <= number:
                 raise RunError(f"the weights to hand on did not come: {self._error}")
 

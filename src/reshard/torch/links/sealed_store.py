@@ -62,6 +62,7 @@ SALT_BYTES = 16
 _HELLO_BYTES = len(_MAGIC) + SALT_BYTES + _CODE_BYTES + NONCE_BYTES
 _GREETING_S, _MAX_UNKNOWN = 10.0, 1024
 _REQUEST, _ANSWER = struct.Struct("<cII"), struct.Struct("<BI")
+# A client announces the size of its request, and must not exhaust the server's memory.
 _MAX_BYTES = 1 << 26
 _SET, _GET, _ADD, _CHECK, _DELETE = b"S", b"G", b"A", b"C", b"D"
 
@@ -263,6 +264,7 @@ class _StoreService(ProvingServer):
         self._values: dict[bytes, bytes] = {}
 
     def _configure(self, connected: socket.socket) -> None:
+        # A host that is lost sends nothing, and would leave its connection open.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         with contextlib.suppress(OSError):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -426,6 +428,7 @@ def code_of(key: bytes, *parts: bytes) -> bytes:
     """Return the authentication code of parts in order; `shape (32,)` in bytes."""
     found = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
+        # With lengths, since parts that are divided differently must have different codes.
         found.update(len(part).to_bytes(8) + part)
     return found.digest()
 

@@ -226,9 +226,11 @@ class WeightSync:
                 version.
         """
         control = RunControl(progress, stop, guard)
+        # Without `with`: a background run releases it in its own thread.
         self._turn.acquire()
         begun: threading.Thread | None = None
         try:
+            # The error of an earlier background run that nobody waited for is raised here.
             self.wait()
             version = self._check_version(version)
             self.buckets = self._list_buckets()

@@ -82,6 +82,8 @@ class _EngineRun:
             if self.outcome.lacks and not self.is_direct:
                 # Forwarding failed: the trainer sends the weights.
                 ended = self.outcome.ended
+                # Without forward orders, so that the trainer sends directly, and engines leave
+                # their groups.
                 self.order = replace(self.order, hand_ons=())
                 self._serve()
                 self.outcome = RunOutcome(self.outcome.lacks, ended | self.outcome.ended)
@@ -281,6 +283,7 @@ class TrainerSync(WeightSync):
         for pair, turn in assign_turns(pairs).items():
             before = self._hand_ons.get(pair)
             if before is None:
+                # A meeting has a key at the store, which is never used twice.
                 self._meetings += 1
                 meeting = f"{self._number}/{self._meetings}"
             else:
@@ -319,6 +322,8 @@ class TrainerSync(WeightSync):
             kind, _ = ended[hand_on.meeting]
             if kind == MISFIT:
                 self._barred.add((self._engines[pair[0]].kind, self._engines[pair[1]].kind))
+            # A forward order that broke may work in the next run, unlike a pair that cannot
+            # connect.
             elif kind != BROKE:
                 self._barred.add(pair)
 

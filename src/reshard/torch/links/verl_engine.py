@@ -197,6 +197,7 @@ class StreamEnd:
             # An empty tensor has an entry, too.
             while begin < max(len(whole), 1):
                 room = self.bucket_size - used - entry
+                # A piece smaller than that is not worth an entry of its own.
                 if room < min(len(whole) - begin, _LEAST_BYTES // 4):
                     await self._send(table, parts, False)
                     table, parts, used = [], [], _LENGTH_BYTES + _ENTRY_BYTES
@@ -205,6 +206,7 @@ class StreamEnd:
                 table.append([name, kind, shape, begin, len(part)])
                 parts.append(part)
                 used += entry + len(part)
+                # An empty tensor, too, has to end the loop.
                 begin += max(len(part), 1)
         await self._send(table, parts, True)
 
@@ -217,6 +219,7 @@ class StreamEnd:
         for part in parts:
             self._bucket[at : at + len(part)] = part
             at += len(part)
+        # In a thread, since a run blocks, and verl's event loop serves other calls.
         report = await asyncio.to_thread(sync.run)
         lost = getattr(report, "lost", None)
         if lost:
@@ -268,6 +271,7 @@ class StreamEnd:
             ]
             if any(min([begin, size, *shape]) < 0 for _, _, shape, begin, size in table):
                 raise ValueError("numbers below 0")
+            # The sizes come from another process, and memory is allocated by them.
             if any(math.prod(shape) > 1 << 48 for _, _, shape, _, _ in table):
                 raise ValueError("tensors that no memory holds")
             return table, bool(head["is_last"]), stop

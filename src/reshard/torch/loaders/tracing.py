@@ -100,6 +100,7 @@ class LoaderTargets:
             yield
         finally:
             for module, attributes in before:
+                # Cleared first, since a loader may have added attributes.
                 vars(module).clear()
                 vars(module).update(attributes)
             if table is not None and isinstance(self.targets, dict):
@@ -119,6 +120,7 @@ class LoaderTargets:
         swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             for name, tensor in self.named().items():
+                # Tied parameters have several names.
                 if any(tensor is done for done, _ in swapped):
                     continue
                 replacement = _make_alike(tensor, storages, carrier, value)
@@ -284,6 +286,7 @@ def _find_regions(
 ) -> RegionMap:
     """Return the regions of a target, given its values in all runs."""
     shape = values[0].shape
+    # Loaders may make infinities and NaN, whose `floor` warns.
     with np.errstate(invalid="ignore"):
         are_whole = [np.isfinite(value) & (value == np.floor(value)) for value in values]
     whole = [

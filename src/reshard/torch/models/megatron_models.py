@@ -97,6 +97,7 @@ def read_config(model: MegatronModel) -> MegatronConfig | None:
     if not hasattr(module_config, "num_attention_heads") or not hasattr(module_config, _UNGATED):
         return MegatronConfig({}, given, bool(given.get("tie_word_embeddings"))) if given else None
     values = {ours: getattr(module_config, theirs, None) for ours, theirs in _NUMBERS.items()}
+    # The type itself, since a bool is an int, too.
     numbers = {name: number for name, number in values.items() if type(number) is int}
     numbers["multi_latent_attention"] = int(
         bool(getattr(module_config, "multi_latent_attention", False))
@@ -227,6 +228,7 @@ def _find_ranks(model: MegatronModel) -> dict[str, tuple[int, ...]]:
         for called in (axis, _CALLED.get(axis, axis)):
             group = groups.get(called) if isinstance(groups, Mapping) else None
             if group is None:
+                # A collection of Megatron is an object, and a table of the user a mapping.
                 group = getattr(groups, called, None)
             if group is not None:
                 found[axis] = _list_members(axis, group)
@@ -373,6 +375,7 @@ def mark_gated(parameter: LocalParameter) -> LocalParameter:
     says = (parameter.partition_sizes, parameter.heads, parameter.true_length)
     if not is_cut or parameter.partition_stride != 1 or says != (None, None, None):
         return parameter
+    # The stride counts the matrices that are concatenated: gate and up.
     return replace(parameter, partition_stride=2)
 
 

@@ -236,6 +236,7 @@ class ListedEntries:
                 np.append(columns.kind_of, -1).astype(np.int64)[place]
             ]
             # Renumber after each rank, so that the numbers stay small.
+            # Pairs of numbers as single numbers, with -1 for absent names moved to 0.
             _, _, numbers = find_distinct(numbers * (len(kinds) + 1) + own_kinds + 1)
         return numbers
 
@@ -344,7 +345,10 @@ def merge_layouts(layouts: Sequence[Layout]) -> Layout | None:
         tables_of = list(dict.fromkeys(layout.tables[dimension] for layout in layouts))
         begins = dict(
             zip(
-                tables_of, accumulate((table.parts for table in tables_of), initial=0), strict=False
+                # The last sum is the total, at which no table begins.
+                tables_of,
+                accumulate((table.parts for table in tables_of), initial=0),
+                strict=False,
             )
         )
         for layout, part in zip(layouts, parts, strict=True):
@@ -496,6 +500,7 @@ def _assemble_tensor(
             return None
         by_rank = _without_aliases(by_rank)
     first = next(iter(by_rank.values()))
+    # A rank without a part does not know the element type.
     dtypes = {entry.dtype: rank for rank, entry in by_rank.items() if entry.dtype is not None}
     if len(dtypes) != 1:
         text = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in dtypes.items())
@@ -515,6 +520,7 @@ def _assemble_tensor(
         except ReshardError as error:
             problems.append(f"{name}: the {side}: {error}")
             return None
+        # Layouts of Megatron count its own ranks from 0.
         ahead = first_of.first_rank
         whole = replace(parameter, dtype=dtype)
         return ModelTensor(dtype, shift_ranks(layout, ahead), whole, ahead, fusion)
@@ -530,6 +536,7 @@ def _assemble_tensor(
     known = united or first.layout
     if known is not None:
         problems += _find_misfits(name, known, by_rank, side)
+        # A union of layouts is not a sharding over a mesh.
         spec = None if united is not None else first.spec
         return ModelTensor(dtype, known, fusion=fusion, spec=spec)
     # A plain tensor: replicated on each rank that has it.
@@ -557,6 +564,7 @@ def _find_different_samples(name: str, by_rank: Mapping[int, Entry], side: str) 
             samples.setdefault(entry.sample, rank)
     if len(samples) < 2:
         return ""
+    # Sorted, so that every rank reports the same pair.
     first_rank, second_rank, *_ = sorted(samples.values())
     return (
         f"{name}: a plain tensor of the {side} is whole on every rank, but ranks {first_rank} and "

@@ -46,6 +46,7 @@ _MEGATRON, _STACKED = "megatron", "stacked"
 # A recipe for each set of names; among those that know equally many names, the first is used.
 _RECIPES = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4", "minimax_m2")
 _LATENT_RECIPES = ("deepseek_v3",)
+# Whole parts of a name: not the digits of `w1` or `linear_fc1`.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # Prefixes that show names to be Megatron's.
 _MEGATRONS = ("decoder.layers.*.", "embedding.word_embeddings.", "output_layer.")
@@ -140,6 +141,7 @@ def _list_known(recipe: Recipe, patterns: Collection[str]) -> set[str]:
     for entry in recipe.names[_MEGATRON].values():
         known.update(entry.members if isinstance(entry, Fusion) else [entry])
     others, stacks = _unstack(recipe)
+    # Recipes begin such names with `*`, for models inside of others.
     known.update({name.replace("*layers", "model.layers") for name in (*others, *stacks)})
     return known & set(patterns)
 
@@ -400,6 +402,7 @@ def _describe_side(side: SideModel, group: RankGroup) -> dict[str, Any] | None:
         # Given names belong to models that need no counterpart on the Hub.
         description["config"] = None if config is None else asdict(config)
     except ReshardError as error:
+        # Given names make those of the Hub unnecessary, and so this error harmless.
         if side.naming is None:
             description["problem"] = str(error)
     except Exception as error:
@@ -432,6 +435,7 @@ def _gather_sides(
             both = json.loads(message)
             for side, description in zip(by_side, both, strict=True):
                 if description is not None:
+                    # A message of another rank is validated here, since its problem is shown.
                     side[rank] = {**description, "problem": str(description["problem"])}
         except (TypeError, KeyError, ValueError) as error:
             raise NotationError(f"{message[:80]!r} does not say what models a rank has") from error
@@ -492,6 +496,7 @@ def _find_hub(
         if any("patterns" not in description for description in of.by_rank.values())
     ]
     others = [of for of in descriptions if of not in sides]
+    # Between two Megatron models, names are compared as they are.
     if len(sides) != 1 or any(of.is_named for of in sides) or stacks:
         return None
     config, patterns = sides[0].config, others[0].patterns
@@ -562,4 +567,5 @@ def _say_padding(
         for name in own_names
         if name.endswith((EMBEDDING, OUTPUT)) and find_entry(name, model.parameters) is None
     }
+    # Given parameters take precedence.
     return {**lengths, **model.parameters}

@@ -238,6 +238,7 @@ class _Lister:
         columns = None if self._stacks else _KNOWN.read_columns(values)
         samples = self._takes_samples and columns is not None and columns.have_plain
         if columns is not None and not samples and not self.problems:
+            # The same tensors have other layouts in a group that numbers its ranks differently.
             numbers = self._group.numbering, self.first_rank
             signatures = columns.numbers, list(columns.signatures), columns.meshes
             self.described = own_names, meanings, signatures, numbers
@@ -258,6 +259,7 @@ class _Lister:
     ) -> bool:
         """List many tensors of few kinds; return False if each has to be handled separately."""
         names, fusions = [name for name, _ in meanings], [fusion for _, fusion in meanings]
+        # Problems of single tensors are reported by name, which columns cannot do.
         if len(set(names)) < len(names) or columns.have_odd:
             return False
         # 1. Number the kinds. `meanings` keeps the objects alive, so their ids are unique.
@@ -265,6 +267,7 @@ class _Lister:
         pairs = zip(columns.numbers, map(id, fusions), strict=True)
         numbers = [numbers_by_kind.setdefault(pair, len(numbers_by_kind)) for pair in pairs]
         # 2. Describe the first tensor of each kind.
+        # In reverse, so that the first of each kind is kept.
         firsts = dict(zip(reversed(numbers), reversed(range(len(numbers))), strict=True))
         kinds = [
             self._describe_kind(own_names[first], values[first], fusions[first])
@@ -506,6 +509,7 @@ class _Lister:
         layout: Layout | None,
     ) -> None:
         """List a member of a stack by its common name; it may be fused itself."""
+        # A function was applied to the stack's own name, and knows no common names.
         resolved = resolve_name(name, self._naming) if isinstance(self._naming, Mapping) else None
         fusion = resolved if isinstance(resolved, Fusion) else None
         self._list(name, own_name, model_manifest.Entry("", dtype, shape, layout, fusion=fusion))

@@ -126,6 +126,7 @@ def choose_program(
     ranks = len(group.ranks)
     if isinstance(method, Program):
         ends = [
+            # Layouts are interned.
             spec.layout(method.shape) is side.layout
             for spec, side in ((method.source, source), (method.target, target))
         ]

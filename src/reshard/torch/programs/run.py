@@ -324,7 +324,9 @@ def process_group(
         elif (everyone, members) in _MADE:
             made = _MADE[everyone, members]
         else:
+            # By default it has torch's timeout, not that of the job.
             made = dist.new_group(list(members), timeout=timeout_of(everyone))
+            # For others torch returns a marker that is not a group.
             made = made if rank in members else None
             _MADE[everyone, members] = made
         found = made if rank in members else found

@@ -129,6 +129,7 @@ class RefitTransfer(Transfer):
         firsts = [kind[0][1] for kinds in self._kinds for kind in kinds]
         if not changed_only and all(map(_is_only_exchanged, firsts)):
             self._partitioning = find_partitioning(group, device, extra_bytes)
+        # Messages to send are views of the source, so both must be the same.
         is_known = (
             like is not None
             and self._partitioning is not None
@@ -219,6 +220,7 @@ class RefitTransfer(Transfer):
         """Return the contents of a batch; without tensors that are only sent if `is_known`."""
         # Batches run in order, so all of them use the same memory.
         found = _BatchContents(self._staging)
+        # Transforms and programs first: they take their memory in the same order on each run.
         for kind in sorted(kinds, key=lambda kind: _is_only_exchanged(kind[0][1])):
             first = kind[0][1]
             is_needed = not is_known or self._group.rank in first.change.target.local_shapes
@@ -300,6 +302,7 @@ class RefitTransfer(Transfer):
         if part is not None:
             sent = found.allocate(match.source.local_shape(rank) or (), dtype)
         if match.made_at == "source":
+            # A transform with several outputs runs once for all of them.
             made = found.made.setdefault((name, match.source_range), {})
             if part is not None and sent is not None:
                 if not made:

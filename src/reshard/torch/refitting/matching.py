@@ -393,6 +393,7 @@ class _Matcher:
                 f"{name}: the source is {tensor.dtype}, the target {wanted.dtype}; imaginary parts "
                 "would be lost: give a complex target, or the tensor's .real"
             )
+        # Rounded contributions would add up to other values than the rounded sum.
         if tensor.layout.contributions > 1 or wanted.layout.contributions > 1:
             raise _Misfit(
                 f"{name}: partial, and {tensor.dtype} to {wanted.dtype}; combine it "
@@ -432,6 +433,7 @@ def _find_specs(
     # A sharding over the mesh of the other side, with no dimension sharded.
     everywhere = ShardingSpec(known.mesh, [DimSpec() for _ in tensor.layout.shape])
     plain = wanted if tensor.spec is not None else tensor
+    # Layouts are interned.
     if everywhere.layout(tensor.layout.shape) is not plain.layout:
         return None
     return (tensor.spec or everywhere), (wanted.spec or everywhere)

@@ -360,6 +360,7 @@ class Refit:
                     tied_sources.compare_distant(self._distant, self._source.locals, self._group)
             # Send all elements too if most have changed on each rank that sends any.
             self._transfer.send_all(bool(any_new or not any_like_before))
+            # Before the first byte, so that a run that fails in any way leaves it False.
             self.is_usable = False
             # An engine's tensors may be inference tensors, which can only be written in this mode.
             with torch.inference_mode():

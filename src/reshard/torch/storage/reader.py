@@ -275,6 +275,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.thread_count = thread_count
+        # Called for its check: the number itself depends on the location, which may change.
         choose_threads(thread_count, argument="thread_count")
         self.readers_on_host = shared_read_cache.check_readers(readers_on_host)
         self._checkpoint = path if isinstance(path, Checkpoint) else None
@@ -323,6 +324,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
         contents = describe_contents(checkpoint)
         return Metadata(
             contents,
+            # PyTorch's planner rebuilds nested state dicts by these paths.
             planner_data={name: checkpoint.paths.get(name, (name,)) for name in contents},
             storage_data={},
             storage_meta=StorageMeta(checkpoint_id=self.path, load_id=self.load_id),
@@ -416,6 +418,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
                 read, _resolve(read, planner), 2 * shared_read_cache.PIECE_BYTES, is_hull=True
             )
         ]
+        # All ranks of a host read in the same order, so that each finds what another has just read.
         tasks.sort(key=lambda task: [(span.name, span.start) for span, _ in task.spans])
         checkpoint = self.checkpoint
         # Derived files are computed on each rank, and held ones are in its memory: not shared.
@@ -531,6 +534,7 @@ def _split(
     If `is_hull`, bytes between the elements in the file count too.
     """
     long = [d for d, n in enumerate(target.shape) if n > 1]
+    # Dimensions of size 1 cannot be split.
     if not long:
         yield region, target
         return

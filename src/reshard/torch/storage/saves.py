@@ -192,6 +192,7 @@ class RankUpload(filesystem.Closing):
         for file in files:
             for start, content in file.known_bytes():
                 self.wrote(file.stored.name, start, start + len(content))
+        # A thread of its own, since it waits for checksums that the writing threads contribute.
         self._closed = self._closing.submit(self._write_closing_bytes)
 
     def wrote(self, file: str, start_bytes: int, stop_bytes: int) -> None:
@@ -213,8 +214,11 @@ class RankUpload(filesystem.Closing):
                         f"bytes {start_bytes}:{stop_bytes} of {file} were written twice; expected "
                         "a plan with each box once: is it from a planner of your own?"
                     )
+                # An empty range completes no part; the part that it is in may have been uploaded
+                # already.
                 if not self._left[first + part] and start_bytes < stop_bytes:
                     whole.append(first + part)
+        # Outside the lock, since a full queue of the sender blocks.
         for part in whole:
             self._sender.put(part)
 
@@ -254,6 +258,7 @@ class RankUpload(filesystem.Closing):
                 self.wrote(name, start, start + len(content))
 
     def _await_checksum(self, file: str, start_bytes: int, size_bytes: int) -> int:
+        # No rank contributes to an empty range.
         return self._awaited[file, start_bytes].result() if size_bytes else 0
 
     def _send(self, part: int) -> None:

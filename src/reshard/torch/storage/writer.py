@@ -262,6 +262,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             with own.begin(folder) as upload:
                 folders = dict.fromkeys(_names(places) - own.names, Path(places.folder))
                 written = self._write_tensors(plan, planner, folders, upload)
+                # Within the `with`, so that a failure aborts the upload.
                 upload.finish()
         finally:
             with translate_os_errors("delete staged files", folder):
@@ -318,6 +319,8 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             # A planner may allocate a tensor on request: ask it late, in a single thread.
             for item, place in zip(plan.items, places.places, strict=True):
                 if item.type != WriteItemType.BYTE_IO:
+                    # Files that several ranks write are in `folders`, and uploaded by the
+                    # coordinator.
                     own = None if place is None or place.file in folders else upload
                     yield _TensorWrite(item, place, planner.resolve_data(item).detach(), own)
 
@@ -325,6 +328,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         buffer = partial(AlignedBuffer, 0)
         try:
             written = [*run_in_threads(tasks(), work, buffer, self.thread_count)]
+            # Files that are uploaded are deleted afterwards, and need not outlast a crash.
             if self.sync_files and places.own_files is None:
                 for target in targets:
                     target.sync()
@@ -359,6 +363,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
                     items[name] = StoredItem(name, place, value.size_bytes, rank)
                     extra[value.file] = rank
                     if value.content is not None:
+                        # In the order of the results, which is that of the offsets.
                         contents[value.file] = contents.get(value.file, b"") + value.content
         write_plan = dataclasses.replace(
             write_plan, items=items, paths=as_paths(metadata.planner_data)
@@ -446,6 +451,7 @@ def _write_box(task: _TensorWrite, memory: AlignedBuffer, *, targets: OpenFiles[
     place, tensor, item = task.place, task.tensor, task.item
     is_whole = tuple(item.tensor_data.size) == tuple(tensor.shape)
     if place is None:
+        # An empty tensor is whole on its rank, and has the digest of zero blocks.
         digest = tensor_digest([]) if is_whole else None
         return storage.WriteResult(item.index, 0, WrittenItem("", 0, 0, digest=digest))
     itemsize = tensor.element_size()

@@ -104,6 +104,8 @@ class StagedSources:
             source = sources[name]
             whole = Box((0,) * len(source.shape), source.shape)
             box = whole if name in self.by_loader else _enclose(boxes)
+            # Parameters of several types share a source: it is sent in its own type, and cast for
+            # each.
             dtype = dtypes[name].pop() if len(dtypes[name]) == 1 else source.dtype.name
             tensor = torch.zeros(box.shape, dtype=getattr(torch, dtype))
             self.tensors[name] = tensor, Layout.from_boxes(source.shape, [(rank, box)], rank + 1)
@@ -137,6 +139,7 @@ class StagedSources:
         staged, _ = self.tensors[piece.source]
         begin = zip(first, self._starts[piece.source], staged.stride(), strict=True)
         offset = sum((at - start) * stride for at, start, stride in begin)
+        # A dimension that repeats an element has stride 0.
         strides = [0 if step is None else staged.stride(step[0]) * step[1] for step in along]
         return staged.as_strided(piece.box.shape, strides, offset)
 
@@ -294,6 +297,7 @@ class ReloadedModel:
                         if self.staged.by_loader:
                             self._load(self.staged.list_whole())
                 finally:
+                    # Also after an error, since the model is without memory until then.
                     finalize_layerwise_reload(self._model, self._config)
         except Exception as error:
             raise RunError(

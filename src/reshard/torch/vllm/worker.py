@@ -143,6 +143,7 @@ class LinkedRank:
             RunError: an incomplete version of the weights, in which case the model keeps its
                 weights; or vLLM cannot reload this model.
         """
+        # Checked before vLLM reloads, which empties the parameters first.
         if self.sync.version is None or not self.sync.is_usable:
             raise RunError(
                 "this rank has not received a complete version of the trainer's weights; the model "
@@ -324,6 +325,7 @@ def make_engine_class() -> Any:
 
         def init_transfer_engine(self, init_info: LinkInit) -> None:
             """Connect with the trainer, and prepare."""
+            # A worker may be linked again, for example with a restarted trainer.
             self.shutdown()
             rank, ranks = rank_in_engine(self.parallel_config)
             with set_current_vllm_config(self.vllm_config):
@@ -440,6 +442,7 @@ def make_trainer_class() -> Any:
 
             if init_info.is_sender:
                 call_engine = functools.partial(client.init_weight_transfer_engine, engine_options)
+                # Both at once: workers connect within the call, and wait there for this rank.
                 link, sync = run_beside(call_engine, join)
             else:
                 link, sync = join()
@@ -455,6 +458,7 @@ def make_trainer_class() -> Any:
             if not self.is_sender:
                 return run()
             self.client.start_weight_update()
+            # Both at once: the call returns only when the run that it waits for has ended.
             report = run_beside(functools.partial(self.client.update_weights, {}), run)
             self.client.finish_weight_update(str(report.version))
             return report
@@ -477,6 +481,7 @@ def run_beside(call: Callable[[], object], own: Callable[[], Any]) -> Any:
         both.append(end)
         # A thread that is left waiting must not keep the process from ending.
         threading.Thread(target=_settle, args=(end, function), daemon=True).start()
+    # Without an exception, it returns when both have ended.
     concurrent.futures.wait(both, return_when=concurrent.futures.FIRST_EXCEPTION)
     for end in both:
         if end.done():

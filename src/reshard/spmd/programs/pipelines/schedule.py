@@ -86,6 +86,7 @@ class PipelineSchedule:
         check_int(self.n_stages, "number of stages", minimum=1)
         check_int(self.n_microbatches, "number of microbatches", minimum=1)
         _check_tasks(self)
+        # Computed here, so that an order in which ranks wait forever is refused before it runs.
         _ = self.run_order
 
     @property
@@ -116,6 +117,7 @@ class PipelineSchedule:
         if task.work is Work.BACKWARD_WEIGHTS:
             return (PipelineTask(Work.BACKWARD_INPUT, stage, microbatch),)
         forward = PipelineTask(Work.FORWARD, stage, microbatch)
+        # The loss is there, so its backward pass begins from its own forward pass.
         if stage == self.n_stages - 1:
             return (forward,)
         split = (stage + 1, microbatch) in self.splits_backward
@@ -256,6 +258,7 @@ def pipeline_schedule(
             f"stages_per_rank={per_rank} with order {order!r}.\n"
             f"Expected {expected}; any number of stages a rank is of order 'interleaved'."
         )
+    # A rank takes as many microbatches as there are ranks through each stage, in whole groups.
     if order == "interleaved" and n_microbatches % n_ranks:
         raise UsageError(
             f"{n_microbatches} microbatches on {n_ranks} ranks, interleaved.\n"
@@ -278,6 +281,7 @@ def _list_tasks(
     n_tasks = n_microbatches * per_rank
     forward = [_place(k, rank, n_ranks, per_rank) for k in range(n_tasks)]
     backward = [
+        # Backward passes go through a rank's stages from the last to the first.
         ((per_rank - 1 - stage // n_ranks) * n_ranks + rank, microbatch)
         for stage, microbatch in forward
     ]
@@ -308,6 +312,7 @@ def _warm_up(order: str, rank: int, n_ranks: int, n_tasks: int, per_rank: int) -
     if order == "zb-h2":
         # Until the gradient of its first microbatch can be there.
         return 2 * (n_ranks - 1 - rank)
+    # As many as later ranks need until the first gradient comes back.
     return n_ranks - 1 - rank
 
 
@@ -549,6 +554,7 @@ class Timetable:
         n_ranks, rank_of = self.schedule.n_ranks, self.schedule.rank_of
         rows = [[""] * int(self.length) for _ in range(n_ranks)]
         for task, begin in self.starts.items():
+            # A prime for each earlier stage of the rank.
             before = sum(rank_of[stage] == rank_of[task.stage] for stage in range(task.stage))
             mark = f"{task.work.value}{task.microbatch}" + "'" * before
             for column in range(int(begin), int(self._end(task))):

@@ -277,6 +277,7 @@ class ProgramPass:
         return self._in_places(self._run(2, accumulated))
 
     def _enter(self, cotangent: Any) -> None:
+        # Taken by the next stage by now; this pass would keep it in memory.
         self.made = None
         self._values[self._stage.cotangent] = _another(cotangent)
 
@@ -362,6 +363,7 @@ class StagePasses:
         key: list[Any] = [is_split]
         try:
             read_kind([parameters, *inputs], key, arrays)
+        # anchor
         except ReshardError:
             return None
         runners = [array.runner for array in arrays if isinstance(array, ShardedArray)]

@@ -411,6 +411,7 @@ class CostModel:
         """The least latency and the most bytes a second of all links."""
         topology = self._topology
         links = [topology.within_host, topology.between_hosts, topology.between_racks]
+        # A backend's collectives may be faster than its messages.
         links += [link for _, link in topology.overhead.collectives]
         existing = [link for link in links if link is not None]
         return (
@@ -482,6 +483,7 @@ class CostModel:
         attributes: Mapping[str, Any] = MappingProxyType({}),
     ) -> FloatArray:
         """Return the times as of `compute_s` for each of several ways to cut an operator."""
+        # As text, since lists cannot be keys, and 1, 1.0 and True would be equal.
         key = (name, rule, tuple(ways), tuple(tensors), str(attributes))
         times_s = self._computing.get(key)
         if times_s is None:

@@ -95,6 +95,7 @@ class ValueMovements:
         self._every_s = ask(shardings, shardings, self.shape, self.element.itemsize_bytes)
         for move, seconds_s in self.priced.items():
             self._every_s[move] = seconds_s
+        # Tables are parts of the times that were replaced.
         self._tables = {}
 
     def table(self, own: tuple[int, ...], others: tuple[int, ...], is_read: bool) -> FloatArray:
@@ -123,7 +124,7 @@ class ValueMovements:
         return number
 
     def price(self, moves: Iterable[Move]) -> bool:
-        """Give movements the seconds of their programs. Whether any had not been given them."""
+        """Price movements by their programs. Return whether any was unpriced before."""
         shardings = list(self._shardings)
         new_s: dict[Move, float] = {}
         for move in moves:
@@ -238,6 +239,7 @@ class EdgeMoves:
     def seconds_s(self) -> FloatArray:
         """A row for each sharding of the value, a column for each way."""
         every_s = [0.0 if other == NO_EDGES else self.moves.edges_s[other] for other in self.others]
+        # A value keeps the halos of the sharding that it is in, and not of a moved copy.
         lies_so = np.equal(np.array(self.own)[:, None], np.array(self.reads))
         return np.where(lies_so == self.is_read, np.array(every_s), 0.0)
 

@@ -119,6 +119,7 @@ def can_be_read(address: int) -> bool:
     own = np.array([[np.frombuffer(into, np.uint8).ctypes.data, 1]])
     from_there = np.array([[address, 1]])
     try:
+        # The kernel reads this process as it reads others, so that no other is needed.
         return read_process_memory(os.getpid(), from_there.ctypes.data, 1, own.ctypes.data, 1) == 1
     except OSError:
         return False
@@ -139,6 +140,8 @@ def pays(ratios: Sequence[float], row_bytes: int, receivers: int) -> bool:
     if not any(ratios):
         return True
     shorter = sum(row_bytes >= length for length in ROW_BYTES)
+    # A ratio is relative to two copies, packing and unpacking. With several receivers these are a
+    # single packing, and an unpacking for each.
     return shorter > 0 and ratios[shorter - 1] * 2 * receivers < receivers + 1
 
 
@@ -156,6 +159,7 @@ def permit_peer(processes: Sequence[int]) -> None:
     if len(processes) != 1 or not is_tracing_restricted():
         return
     with _PERMITTED_LOCK:
+        # Another permission would replace that of the first group.
         if not _PERMITTED and permit_reader(processes[0]):
             _PERMITTED.append(processes[0])
 
@@ -205,6 +209,7 @@ def connect_direct_reads(
             f"{VARIABLE}=always, but ranks {refused} of the group cannot read the memory of their "
             f"peers: {VARIABLE}=never, or the kernel refuses it (Yama, seccomp); unset it"
         )
+    # Only the first rank measured, or a rank with "always" has 0; others have infinity.
     return None if refused else tuple(gathered[:, 1:].min(axis=0).tolist())
 
 

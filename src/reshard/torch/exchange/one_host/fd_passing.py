@@ -54,6 +54,7 @@ def connect_shared_memory(
     ]
     sockets: dict[int, socket.socket] = {}
     if listener is not None:
+        # The lower rank of each pair connects, so that a pair has a single socket.
         for other in range(position + 1, count):
             is_open, name, word = gathered[other][0], gathered[other][1:17], gathered[other][17:]
             if is_open and (reached := _reach(name, word, position, timeout_s)):

@@ -94,6 +94,7 @@ class Segment:
         """Return its first bytes, and call `give_back` when no tensor uses them any more."""
         if not self.is_on_device:
             array = np.frombuffer(self.memory, np.uint8, size_bytes)
+            # At the end of the process, the sockets may be closed before.
             weakref.finalize(array, give_back, self).atexit = False
             return torch.from_numpy(array)
         part = self.memory[:size_bytes]
@@ -327,6 +328,7 @@ class SharedMemory:
             for free in self._free
             if free.is_on_device == on_device and free.size_bytes >= size_bytes
         ]
+        # The smallest that fits, so that larger ones are left for larger requests.
         segment = min(fits, key=lambda free: free.size_bytes, default=None)
         if segment is not None:
             self._free.remove(segment)

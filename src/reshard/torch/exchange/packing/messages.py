@@ -180,6 +180,7 @@ class MessagePieces(Sequence[Piece]):
                 # A single call for all, as they have no gaps.
                 (packed,) = wholes.values()
                 return list(torch._utils._unflatten_dense_tensors(packed, self.views))
+            # `as_strided` counts from the start of the storage, and the buffer may be a part of it.
             begin_bytes = buffer.storage_offset()
             return [
                 wholes[form.dtype].as_strided(
@@ -211,6 +212,7 @@ def list_spans(views: Iterable[torch.Tensor]) -> IntArray:
 
 def _list_rows(view: torch.Tensor) -> IntArray:
     length, itemsize = row_bytes(view), view.element_size()
+    # The dimensions of a row itself are not expanded.
     offsets, left = np.zeros(1, dtype=np.int64), view.nbytes // length
     for size, stride in zip(view.shape, view.stride(), strict=True):
         if left == 1:
@@ -661,6 +663,7 @@ def list_messages(
         # Copies depend on nothing; combinations have a position among the messages.
         copies += local.get(0, ())
         for order, of_order in sorted(local.items()):
+            # The first contributions are copies.
             if not order:
                 continue
             if by_region:
