@@ -190,6 +190,7 @@ class ReshardCache:
         if all(views):
             return moved
         with self._lock:
+            # Another thread may have copied them meanwhile.
             if array.is_given:
                 # By identity, since ranks of a process may share a shard.
                 copies = {id(shard): library.copied(shard) for shard in array._shards}

@@ -431,6 +431,7 @@ def common_mesh(name: str, types: Sequence[ArrayType | None]) -> DeviceMesh | No
             continue
         if mesh is None:
             mesh = one.spec.mesh
+        # Equal meshes are the same object.
         elif one.spec.mesh is not mesh:
             raise MeshError(
                 f"{name} of arrays over {mesh!r} and over {one.spec.mesh!r}; an operation has one "
@@ -584,6 +585,7 @@ def _compile(
     ]
     # 5. The first run, which determines the results' element types.
     shares_failure = operator.may_fail(work, runner.has_everyone(mesh))
+    # Where ranks share failures, an error of another rank is raised here as well.
     if not (shares_failure or runner.has_every_shard):
         check_types(operator, work, operands, runner)
     rows = compute(name, functions, columns, operands, runner, shares_failure)

@@ -239,6 +239,7 @@ def _combine_extremes(
     counted = ShardingSpec(spec.mesh, spec.dim_specs, partial_axes=spec.partial_axes)
     found = runner.movement(kind, combined)((tensor.detach(),))[0]
     is_it = (tensor.detach() == found).to(tensor.dtype)
+    # No contribution equals a maximum that is NaN: its count is 0.
     share = is_it / _move(runner, kind, counted, combined, is_it).clamp(min=1)
 
     def back(gradient: Tensor) -> Tensor:
@@ -464,6 +465,7 @@ class _Agreed(NamedTuple):
 _agreed: ContextVar[_Agreed | None] = ContextVar("agreed", default=None)
 
 
+# Operations compare runners by identity, so a group has a single runner.
 @lru_cache(maxsize=8)
 def over_processes(group: dist.ProcessGroup | None = None) -> Runner:
     """Return the runner with one shard in each process of a group (of all processes when None).

@@ -213,11 +213,13 @@ def trace_values(
     types: dict[str, torch.dtype] = {}
     dtypes = {name: tensor.dtype for name, tensor in targets.named().items()}
     default = torch.get_default_dtype()
+    # A narrower type would round numbers in tensors that the loader makes.
     torch.set_default_dtype(torch.float32)
     try:
         for number in range(RUNS):
             sources = {
                 name: _number(base, shape, number).to(carrier_dtype(dtype))
+                # The last base is where a further source would begin.
                 for base, (name, (dtype, shape)) in zip(bases.tolist(), kinds.items(), strict=False)
             }
             # Unfilled elements have another value in each run, unlike constants.

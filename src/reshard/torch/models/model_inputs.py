@@ -172,6 +172,7 @@ def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
         return _list_flat_memory(module, handles)
     tensors = {
         name.replace(_COMPILED, ""): value
+        # With `keep_vars`, values are the parameters themselves, by which they are recognized.
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE)
     }
@@ -223,6 +224,7 @@ def _list_flat_memory(module: torch.nn.Module, handles: Sequence[Any]) -> dict[s
     }
     flat_ids = {id(handle.flat_param) for handle in handles}
     tensors: dict[str, Any] = {}
+    # A module that is used twice has its tensors under both names, as in a state dict.
     for path, part in module.named_modules(remove_duplicate=False):
         tables = chain(part._parameters.items(), part._buffers.items())
         values: dict[str, Any] = {

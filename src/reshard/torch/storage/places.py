@@ -123,6 +123,7 @@ def plan_save_files(
                 boxes.setdefault(name, []).append((rank, box))
     planned = {}
     for name, (dtype, shape) in kinds.items():
+        # Rank 0 stores tensors without elements, and all of formats that have no shards.
         if name not in boxes or Capability.SHARDS not in format.capabilities:
             layout = Layout.whole(shape, [0], len(plans))
         else:

@@ -450,6 +450,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
 
 def _resolve(read: _TensorRead, planner: LoadPlanner) -> torch.Tensor:
     """Return the tensor to fill, as the planner provides it. Raises ShardError."""
+    # Detached, since autograd refuses writes into a parameter that needs a gradient.
     target: torch.Tensor = planner.resolve_tensor(read.item).detach()
     if tuple(target.shape) != tuple(read.item.lengths):
         raise ShardError(
@@ -486,6 +487,7 @@ def _run(
             if done[task.read.number] == task.count:
                 planner.commit_tensor(task.read.item, task.whole)
     finally:
+        # Ends the threads, too, if a planner raises.
         results.close()
 
 

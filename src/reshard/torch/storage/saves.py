@@ -107,6 +107,7 @@ class FolderSave:
         old = self._replaced
         filesystem.remove_folder(old)
         if exchange_names(folder, target):
+            # After the exchange, `folder` has the old checkpoint.
             folder.rename(old)
         else:
             target.rename(old)
@@ -269,6 +270,7 @@ class RankUpload(filesystem.Closing):
     def close(self) -> None:
         """Stop the threads, and close files and connections. Uploaded parts stay."""
         for future in self._awaited.values():
+            # The closing thread may wait for a checksum, and would never end.
             future.cancel()
         self._closing.shutdown(cancel_futures=True)
         self._sender.close()

@@ -468,6 +468,8 @@ def _write_box(task: _TensorWrite, memory: AlignedBuffer, *, targets: OpenFiles[
             start, stop = place.start_bytes + offset, place.start_bytes + offset + len(part)
             target.write(part, start)
             if place.is_checked:
+                # The checksum is linear: contributions of boxes combine by exclusive or, in any
+                # order.
                 checksum ^= shift_crc32(crc32(part), range_bytes - offset - len(part))
             if task.upload is not None:
                 task.upload.wrote(place.file, start, stop)

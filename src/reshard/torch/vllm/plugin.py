@@ -214,6 +214,8 @@ def _read_parameters(
 
     read(in_place)
     for batch in _make_batches(sizes_bytes):
+        # A rank that needs nothing of a batch takes part in it, because its host's ranks share
+        # reads.
         entries = [bound[name] for name in batch if name in staged_names]
         staged = {
             tensor.name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name))
