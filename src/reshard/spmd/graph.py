@@ -367,6 +367,7 @@ class Graph:
             returned: makes the tree that it returns, from the new numbers by old ones.
         """
         results = {number for operation in operations for number in operation.results}
+        # Numbers follow the old order, so that the texts of both graphs can be compared.
         new = {old: index for index, old in enumerate(sorted({*inputs, *results}))}
 
         def renumbered(numbers: Iterable[int]) -> tuple[int, ...]:

@@ -278,6 +278,7 @@ def infer_output_sharding(
 
 def _find_mesh(name: str, types: Sequence[ArrayType | None], mesh: DeviceMesh | None) -> DeviceMesh:
     # The arguments' mesh, which must be `mesh` if both exist.
+    # Compared by identity below: meshes are interned.
     common = common_mesh(name, types) or mesh
     if common is None:
         raise UsageError(f"{name} of arrays that are not sharded, without a mesh; give mesh=")
@@ -397,6 +398,7 @@ def reshard_tensor(
                 "shardings"
             )
     expected = None if from_spec is None or x.spec is None else from_spec.layout(x.shape)
+    # Layouts, since shardings of other texts may put the elements in the same places.
     if expected is not None and x.type.layout is not expected:
         raise SpecError(
             f"the array is sharded by `{x.spec}`, not by `{from_spec}`; give x.spec as from_spec"

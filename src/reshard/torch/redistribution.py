@@ -113,7 +113,7 @@ class Redistribution:
         self._agree()
 
     def _agree(self) -> None:
-        """Plan, and compare the call with those of all ranks; raise on all if any differs."""
+        """Plan the call, and compare it with those of all ranks; raise on all if any differs."""
         problem = None if self._is_open else self._try_to_plan()
         notes = agree(self._sign(problem), self._group)
         self._has_gradient, lacks_gradient, cannot, is_any_open, speaker = (
@@ -186,7 +186,7 @@ class Redistribution:
             self._is_open = False
 
     def _try_to_plan(self) -> str | None:
-        """Plan; return the problem if this rank cannot."""
+        """Plan the call; return the problem if this rank cannot."""
         try:
             self._plan()
         except Exception as error:

@@ -51,7 +51,7 @@ def asarray(
     copy: bool | None = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """Data as an array in shards: see `array`. Raises UsageError where it cannot share memory."""
+    """Return data as a sharded array, see `array`. Raises UsageError if it cannot share memory."""
     check_device(device, obj if isinstance(obj, ArrayValue) else None)
     # Lists and numbers do not have memory that can be shared.
     if copy is False and not isinstance(obj, ArrayValue) and not hasattr(obj, "shape"):

@@ -120,6 +120,7 @@ class ExpertRouting:
         self._which = which
         # Tokens are sharded over the experts' axes too, so that each row has a single sender.
         cut = () if spec is None else spec.dim_specs[0].axes
+        # Parts of an expert axis are left out, since the whole axis follows.
         tokens = [axis for axis in cut if axis.name not in names or axis in map(Axis, names)]
         self._expert_axes = tuple(map(Axis, names))
         self._axes = (*tokens, *(axis for axis in self._expert_axes if axis not in tokens))
@@ -340,6 +341,7 @@ class ExpertRouting:
             bad = numbers[(numbers < 0) | (numbers >= self.count)]
             good = numbers[(numbers >= 0) & (numbers < self.count)].astype(np.int64)
             first = int(bad[0]) if len(bad) else 0
+            # The number is sent with the counts, so it has to fit into their type.
             invalid = [len(bad), max(min(first, 2**63 - 1), -(2**63))]
             counts = np.bincount(good, minlength=self.count)
             rows.append(np.concatenate([counts, invalid]).astype(np.int64)[None])
@@ -600,6 +602,7 @@ def grouped_product(library: Library, rows: Any, matrices: Any, ends: Integers) 
         for number, (a, b) in enumerate(_list_stretches(ends))
         if b > a
     ]
+    # If no expert here has rows, the result still has its width and element type.
     empty = library.filled((0, matrices.shape[-1]), 0, rows)
     product = library.namespace.concat([empty, *products], axis=0)
     # All ranks record the same gradients, including ranks without rows.

@@ -170,6 +170,7 @@ class _Optimizer:
                     for array in (parameter, slope)
                 )
                 updated, after = self._move(here, there, own_slots, step)
+                # Narrow parameters are rounded once, after all arithmetic in the state's type.
                 updated = astype(updated, parameter.type.dtype)
                 updated, *after = (
                     new if old.type.spec is None else ended(new, old.type.spec, old)

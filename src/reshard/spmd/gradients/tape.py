@@ -237,6 +237,7 @@ class Tape(Recorder):
                 number for number, operand in enumerate(step.operands) if self.is_active(operand)
             ]
             if not any(id(result) in reached for result in step.results):
+                # Its cotangents arrive from steps that are pulled back later.
                 waiting.append((step, None, active))
                 continue
             result_cotangents = _take_results(step, accumulated)

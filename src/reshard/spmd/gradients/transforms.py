@@ -182,6 +182,7 @@ def vjp_in_two(
 
 def _read_places(argnums: Places, count: int) -> tuple[int, ...]:
     numbers = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
+    # The type itself, since True is an int, too.
     wrong = [n for n in numbers if type(n) is not int or not -count <= n < count]
     if wrong or len({n % count for n in numbers}) != len(numbers):
         raise UsageError(

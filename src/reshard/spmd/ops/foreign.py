@@ -860,7 +860,7 @@ register_creation("eye", eye_rule, ([], {"n_rows": 4}))
 
 
 def iota_rule(shapes: Sequence[Shape], shape: Sequence[int], axis: int = 0) -> Inferred:
-    """Each element's index along an axis."""
+    """Infer each element's index along an axis."""
     return filled(shapes, shape, adjusted=True)
 
 

@@ -451,6 +451,7 @@ def _record_cond(
             )
             return cond(decided, true_back, false_back, branch_operands, slopes)
 
+        # The predicate, a boolean, is without a gradient.
         return [None, *pull_back_body(branch_operands, step.results, cotangents, call_back)]
 
     pullback = JointPullback(pull_back)

@@ -236,6 +236,7 @@ def _make_infer(name: str, rule: Rule, function: Function) -> Infer:
                 "as ([i, j]) -> ([i]) reduction={j}"
             )
         _check_counted(name, inferred)
+        # A rule for other sizes would shard at the wrong places.
         if inferred.operand_shapes != tuple(shapes):
             raise SpecError(
                 f"the rule {inferred} of {name} is for operands {inferred.operand_shapes}, but "

@@ -290,7 +290,7 @@ def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[
 
 
 def reshape_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Template:
-    """A reshape: dimensions that split or merge have several factors, those in common shared.
+    """Return a reshape: dimensions that split or merge have several factors, shared if common.
 
     A factor that only the operand or only the result has must be whole on each device, unless its
     size is 1: it cannot be sharded on one side only.

@@ -77,6 +77,7 @@ def _write_operation(traced: TracedOperation, is_timed: bool) -> dict[str, Any]:
         "reused": [{"value": x.value, "target": str(x.target)} for x in traced.reused],
         "after": [_write_reshard(traced, reshard) for reshard in traced.after],
         "live_bytes": list(traced.live_bytes),
+        # An empty list means that no device is known, which the format writes as null.
         "compute_s": list(traced.compute_s) or None,
         "inserted_s": traced.inserted_s if is_timed else None,
         "seconds_s": traced.seconds_s if is_timed else None,

@@ -199,6 +199,7 @@ def _estimate_seconds(traced: TracedOperation, ranks: Ranks, device: Device) -> 
     kinds = (*read, *traced.computed)
     shapes = [((),) * len(ranks) if kind is None else shapes_of(kind, ranks) for kind in kinds]
     widths = [0 if kind is None else kind.dtype.itemsize_bytes for kind in kinds]
+    # Zero-dimensional arrays do not decide in which type a device computes.
     array_dtypes = tuple(kind.dtype for kind in read if kind is not None and kind.ndim)
     dtypes = array_dtypes or tuple(kind.dtype for kind in traced.computed)
     name, rule, count = traced.operation.operator, traced.operation.rule, len(traced.operands)
@@ -211,6 +212,7 @@ def _estimate_seconds(traced: TracedOperation, ranks: Ranks, device: Device) -> 
             sizes = local_sizes(rule, here)
             operations = operations_of(name, rule, sizes, traced.operation.attributes)
             seconds[here] = least_s(device, operations, moved, dtypes)
+    # Ranks of other meshes wait meanwhile.
     mesh = None if traced.results[0].spec is None else traced.results[0].spec.mesh
     return tuple(
         seconds[here] if mesh is None or rank in mesh.devices else 0.0

@@ -355,7 +355,7 @@ def scatter(parts: Iterable[Any] | None, group: Group) -> tuple[Any, int]:
 
 
 def _gather_digests(values: Sequence[bytes], group: RankGroup) -> list[list[tuple[int, ...]]]:
-    """Return, for every rank, the length and digest of each of its values."""
+    """Return the length and digest of each value of every rank."""
     words = []
     for data in values:
         digest = hashlib.blake2b(data, digest_size=8 * _DIGEST_WORDS).digest()

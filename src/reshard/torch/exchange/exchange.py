@@ -523,7 +523,7 @@ class MessageExchange:
         self.finish()
 
     def start(self) -> None:
-        """Start. Sources must not change, nor targets be used, until `finish` has returned.
+        """Start the messages. Sources must not change, nor targets be used, until `finish` returns.
 
         Raises RunError if the process group cannot send, or an earlier run failed.
         """

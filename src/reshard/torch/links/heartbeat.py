@@ -165,7 +165,7 @@ class Heartbeat:
         """Raise LinkError if the trainer's first rank, and with it the link, has ended."""
 
     def close(self) -> None:
-        """Leave; other processes see the end of this process."""
+        """Leave the link; other processes see the end of this process."""
 
 
 class HeartbeatClient(Heartbeat):

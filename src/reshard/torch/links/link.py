@@ -288,7 +288,7 @@ class WeightLink:
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Close, and report the error that ends this side, if any."""
+        """Close this end, and report the error that ends this side, if any."""
         if not self.is_closed:
             self._members.leave(format_reason(error))
 

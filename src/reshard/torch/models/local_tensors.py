@@ -390,7 +390,7 @@ class ListingCache:
 
 
 def _list_forms(tensors: Sequence[torch.Tensor]) -> _FormColumns:
-    """Return, in columns, what `t.data = ...` and `t.resize_()` may change in place."""
+    """Return columns of what `t.data = ...` and `t.resize_()` may change in place."""
     numbers, dense = list(map(torch.Tensor.numel, tensors)), list(map(_IS_DENSE, tensors))
     # Strides of dense tensors follow from the rest, and are slower to query than all of it.
     strides = (

@@ -54,7 +54,7 @@ _Kind: TypeAlias = list[tuple[int, PartItem]]
 
 
 def _group(part: RefitPart, numbered: list[_NumberedNames]) -> list[list[_Kind]]:
-    """Return, for each batch, the items that differ only in their tensors, and each other alone."""
+    """Return the items of each batch that differ only in their tensors, and each other alone."""
     kinds: list[dict[object, _Kind]] = [{} for _ in range(part.batches)]
     sources, targets = (dict(zip(*of_side, strict=True)) for of_side in numbered)
     for number, item in enumerate(part.items):

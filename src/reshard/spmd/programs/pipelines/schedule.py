@@ -191,6 +191,7 @@ def _check_tasks(schedule: PipelineSchedule) -> None:
         for microbatch in range(schedule.n_microbatches)
         for work in _works(schedule, stage, microbatch)
     }
+    # Sorted, so that the same task is named each time: sets are unordered.
     for task in sorted(counts.keys() | expected, key=str):
         expected_count = int(task in expected)
         if counts[task] != expected_count:

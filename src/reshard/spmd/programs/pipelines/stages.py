@@ -493,6 +493,7 @@ class PipelineRun:
                 self._bring_forward(stage, microbatch, output)
             return
         accumulated = (
+            # Removed, so that the pass can reuse its memory for the sum.
             self.gradients.pop(stage, None) if task.work is not Work.BACKWARD_INPUT else None
         )
         if task.work is Work.BACKWARD_WEIGHTS:
@@ -538,6 +539,7 @@ class PipelineRun:
         self.held[stage, microbatch] = begun
         if is_last:
             self.losses.append(output)
+            # The loss of a step is the mean, so each microbatch has this share of its gradient.
             self.cotangents[stage, microbatch] = full_like(output, 1 / len(self.microbatches))
         return output
 

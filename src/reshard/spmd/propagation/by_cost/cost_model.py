@@ -527,6 +527,7 @@ class CostModel:
         ]
         count = len(rule.operands)
         moved = moved_bytes(name, sizes_bytes[:count], sizes_bytes[count:])
+        # Zero-dimensional arrays do not decide in which type a device computes.
         array_dtypes = [element for shape, element in tensors[:count] if shape]
         dtypes = array_dtypes or [element for _, element in tensors]
         operations = operations_of(name, rule, sizes, attributes)

@@ -154,6 +154,7 @@ def _repriced(
         own_end, other_end = move if is_read else move[::-1]
         if own_end in own_set and other_end in others_set:
             repriced = seconds_s.copy() if repriced is None else repriced
+            # Several ways may read the same sharding, but a value has each candidate once.
             columns = [column for column, number in enumerate(others) if number == other_end]
             repriced[own.index(own_end), columns] = new_s
     return seconds_s if repriced is None else repriced
