@@ -66,16 +66,16 @@ def leaves_like(
     ...     print(str(error).partition(";")[0])
     gradients at 1 places, where 2 were expected: 1 (['c']) have nothing, 0 are not expected
     """
-    found, wanted = dict(leaves(tree)), [path for path, _ in leaves(like)]
-    if found.keys() != set(wanted):
-        lacking = [path for path in wanted if path not in found]
-        more = [path for path in found if path not in set(wanted)]
+    by_path, paths = dict(leaves(tree)), [path for path, _ in leaves(like)]
+    if by_path.keys() != set(paths):
+        lacking = [path for path in paths if path not in by_path]
+        more = [path for path in by_path if path not in set(paths)]
         raise error(
-            f"{what} at {len(found)} places, where {len(wanted)} were expected: {_say(lacking)} "
+            f"{what} at {len(by_path)} places, where {len(paths)} were expected: {_say(lacking)} "
             f"have nothing, {_say(more)} are not expected; give the same lists, tuples and keys of "
             "dictionaries"
         )
-    return [found[path] for path in wanted]
+    return [by_path[path] for path in paths]
 
 
 def _say(paths: list[str]) -> str:
@@ -90,8 +90,8 @@ def arranged_like(tree: Any, like: Any, what: str) -> Any:
     >>> arranged_like({"b": 1, "a": [2]}, {"a": ("x",), "b": "y"}, "gradients")
     {'a': (2,), 'b': 1}
     """
-    found = iter(leaves_like(tree, like, what))
-    return replaced(like, lambda _: next(found))
+    values = iter(leaves_like(tree, like, what))
+    return replaced(like, lambda _: next(values))
 
 
 def shardings_like(specs: Any, like: Any, what: str) -> list[ShardingSpec | None]:
@@ -99,14 +99,14 @@ def shardings_like(specs: Any, like: Any, what: str) -> list[ShardingSpec | None
 
     Raises SpecError for other places, and for values that are not shardings.
     """
-    found = leaves_like(specs, like, what, SpecError)
-    for one in found:
-        if one is not None and not isinstance(one, ShardingSpec):
+    shardings = leaves_like(specs, like, what, SpecError)
+    for spec in shardings:
+        if spec is not None and not isinstance(spec, ShardingSpec):
             raise SpecError(
-                f"{what} with {one!r}, which is not a sharding; give reshard.spec(mesh, 'x, -') "
+                f"{what} with {spec!r}, which is not a sharding; give reshard.spec(mesh, 'x, -') "
                 "for each parameter, or None for its own"
             )
-    return found
+    return shardings
 
 
 def replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -120,7 +120,7 @@ def replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, list):
         return [replaced(value, change) for value in tree]
     if isinstance(tree, tuple):
-        made = [replaced(value, change) for value in tree]
+        entries = [replaced(value, change) for value in tree]
         # A named tuple takes its entries as separate arguments.
-        return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
+        return type(tree)(*entries) if hasattr(tree, "_fields") else tuple(entries)
     return change(tree)

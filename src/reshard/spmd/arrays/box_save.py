@@ -58,7 +58,7 @@ def agreed_save(
     options = {"the target": target, "the format": format, "overwrite=": overwrite}
     try:
         agree(
-            CallSignature({name: str(one).encode() for name, one in options.items()}, problem),
+            CallSignature({name: str(value).encode() for name, value in options.items()}, problem),
             group,
         )
     except RunError as error:

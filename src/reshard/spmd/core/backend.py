@@ -36,20 +36,20 @@ class Library:
     def dtype_of(self, array: Any) -> DType:
         """Return the element type of an array of this library."""
         # A look into a dictionary, since this is asked at each operation.
-        own = array.dtype
-        found = self._dtypes.get(own)
-        if found is None:
-            found = self._dtypes[own] = as_dtype(own)
-        return found
+        native = array.dtype
+        dtype = self._dtypes.get(native)
+        if dtype is None:
+            dtype = self._dtypes[native] = as_dtype(native)
+        return dtype
 
     def own_dtype(self, dtype: DType) -> Any:
         """Return the library's own element type. Raises UsageError if the library lacks it."""
         if self.name == "numpy":
             return dtype.numpy
-        found = getattr(import_module("torch"), dtype.name, None)
-        if found is None:
+        native = getattr(import_module("torch"), dtype.name, None)
+        if native is None:
             raise UsageError(f"dtype {dtype.name}: PyTorch has none such; choose another")
-        return found
+        return native
 
     def is_array(self, value: object) -> bool:
         """Return whether a value is an array of this library."""
@@ -63,7 +63,7 @@ class Library:
         Raises ShardError for tensors that are sparse or nested or whose memory was freed, and for
         arrays with a mask.
         """
-        own = None if dtype is None else self.own_dtype(dtype)
+        native = None if dtype is None else self.own_dtype(dtype)
         if is_distributed(data):
             raise UsageError(
                 f"a {type(data).__name__} is one shard of a tensor here, not the tensor; give "
@@ -81,23 +81,23 @@ class Library:
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(data, torch.Tensor):
                 data = _as_numpy(data)
-            return np.asarray(data, dtype=own)
+            return np.asarray(data, dtype=native)
         torch = import_module("torch")
         device = getattr(beside, "device", None)
         if isinstance(data, torch.Tensor):
             _check_memory(data)
-            return data.to(dtype=own, device=device)
+            return data.to(dtype=native, device=device)
         # Numbers go through NumPy, so that they get the same types in both libraries.
         # A copy in C order: `from_numpy` refuses negative strides, and warns of read-only memory.
-        found = np.array(data, order="C")
+        elements = np.array(data, order="C")
         # Raises for element types that sharded arrays do not support: strings, objects.
-        kind = as_dtype(found.dtype)
-        if found.dtype.isbuiltin == 2:
+        kind = as_dtype(elements.dtype)
+        if elements.dtype.isbuiltin == 2:
             # A type of ml_dtypes: PyTorch takes the bits, and views them as its own type.
-            made = torch.from_numpy(found.view(kind.storage)).view(self.own_dtype(kind))
+            tensor = torch.from_numpy(elements.view(kind.storage)).view(self.own_dtype(kind))
         else:
-            made = torch.from_numpy(found)
-        return made.to(dtype=own, device=device)
+            tensor = torch.from_numpy(elements)
+        return tensor.to(dtype=native, device=device)
 
     def filled(self, shape: tuple[int, ...], value: Any, beside: Any) -> Any:
         """Return a new array filled with a number, with the element type and device of `beside`."""
@@ -112,12 +112,12 @@ class Library:
         does not count writes: the state is None if a program has access to the memory, see `lend`.
         """
         if self.name == "numpy":
-            is_lent = bool(_lent) and any(id(_find_root(one)) in _lent for one in arrays)
+            is_lent = bool(_lent) and any(id(_find_root(array)) in _lent for array in arrays)
             return None if is_lent else ()
         return (any(map(records_gradient, arrays)), *map(_count_writes, arrays))
 
-    def has_copied(self, data: Any, made: Any) -> bool:
-        """Return whether `made`, an array created from `data`, does not share memory with it.
+    def has_copied(self, data: Any, array: Any) -> bool:
+        """Return whether an array created from `data` does not share memory with it.
 
         The answer depends on the types of both alone, so all processes get the same.
         """
@@ -126,18 +126,18 @@ class Library:
         source = library_of(data)
         if self.name == "torch" and (source is None or source.name != "torch"):
             return True
-        return source is not None and source.dtype_of(data) is not self.dtype_of(made)
+        return source is not None and source.dtype_of(data) is not self.dtype_of(array)
 
     def find_views(self, arrays: Iterable[Any], others: Iterable[Any]) -> tuple[bool, ...]:
         """Return for each NumPy array whether it shares memory with any of the others."""
-        roots = {id(_find_root(one)) for one in others}
-        return tuple([id(_find_root(one)) in roots for one in arrays])
+        roots = {id(_find_root(array)) for array in others}
+        return tuple([id(_find_root(array)) in roots for array in arrays])
 
     def lend(self, arrays: Iterable[Any]) -> None:
         """Note that a program has access to these arrays, and might write to them."""
         if self.name == "numpy":
-            for one in arrays:
-                root = _find_root(one)
+            for array in arrays:
+                root = _find_root(array)
                 if isinstance(root, np.ndarray):
                     _lent[id(root)] = root
 
@@ -145,15 +145,15 @@ class Library:
         """Return a copy of an array that may be written to; gradients flow through the copy."""
         return array.copy() if self.name == "numpy" else array.clone()
 
-    def linked(self, made: Any, to: Any) -> Any:
+    def linked(self, constant: Any, to: Any) -> Any:
         """Make constants depend on `to` for autograd, with a gradient of 0.
 
         All ranks must record the same operations, including ranks whose part is empty.
         """
         if self.name == "numpy" or not records_gradient(to):
-            return made
+            return constant
         # The sum of no elements is 0; 0 times an element is NaN if the element is infinite.
-        return made + to.reshape(-1)[:0].sum().to(made.dtype)
+        return constant + to.reshape(-1)[:0].sum().to(constant.dtype)
 
     def is_finite(self, array: Any) -> bool:
         """Return whether all elements of a floating-point array are finite."""
@@ -229,14 +229,14 @@ def _as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
     # NumPy lacks gradients, devices or lazy conjugates.
     plain = tensor.detach().cpu().resolve_conj()
     kind = as_dtype(tensor.dtype)
-    found: np.ndarray[Any, Any]
+    array: np.ndarray[Any, Any]
     try:
-        found = plain.numpy()
+        array = plain.numpy()
     except TypeError:
         # A type that NumPy lacks is converted as integers of its width, viewed as ml_dtypes' type.
         bits = getattr(torch, f"int{8 * kind.itemsize_bytes}")
-        found = plain.contiguous().view(bits).numpy().view(kind.numpy)
-    return found
+        array = plain.contiguous().view(bits).numpy().view(kind.numpy)
+    return array
 
 
 @lru_cache(maxsize=2)

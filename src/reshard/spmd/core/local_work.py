@@ -64,18 +64,20 @@ class LocalWork:
 
     def starts_here(self, operand: int, axis: int) -> list[int]:
         """Return where each rank's part of an operand begins along an axis, 0 for an empty part."""
-        one = self.operands[operand]
-        if one is None or one.spec is None:
+        operand_type = self.operands[operand]
+        if operand_type is None or operand_type.spec is None:
             return [0] * len(self.ranks)
-        boxes = [one.layout.boxes(rank) for rank in self.ranks]
+        boxes = [operand_type.layout.boxes(rank) for rank in self.ranks]
         return [box[0].start[axis] if box else 0 for box in boxes]
 
     def stretches_here(self, operand: int, axis: int) -> list[list[Stretch]]:
         """Return the stretches of an operand's axis on each rank, in the order of its memory."""
-        one = self.operands[operand]
-        if one is None or one.spec is None:
-            return [[] if one is None else [(0, one.shape[axis])]] * len(self.ranks)
-        return [_find_stretches(one.layout, rank, axis) for rank in self.ranks]
+        operand_type = self.operands[operand]
+        if operand_type is None or operand_type.spec is None:
+            return [[] if operand_type is None else [(0, operand_type.shape[axis])]] * len(
+                self.ranks
+            )
+        return [_find_stretches(operand_type.layout, rank, axis) for rank in self.ranks]
 
     def result_stretches_here(self, result: int, axis: int) -> list[list[Stretch]]:
         """Return the stretches of a result's axis on each rank, in the order of its memory."""
@@ -85,17 +87,21 @@ class LocalWork:
 
     def is_cut(self, operand: int, axis: int) -> bool:
         """Return whether ranks have different parts of an operand's axis."""
-        one = self.operands[operand]
-        return one is not None and one.spec is not None and bool(one.spec.dim_specs[axis].levels)
+        operand_type = self.operands[operand]
+        return (
+            operand_type is not None
+            and operand_type.spec is not None
+            and bool(operand_type.spec.dim_specs[axis].levels)
+        )
 
     def operand_shapes_here(self, number: int = 0) -> list[tuple[int, ...]]:
         """Return an operand's shape on each rank."""
-        one = self.operands[number]
-        if one is None:
+        operand_type = self.operands[number]
+        if operand_type is None:
             return [()] * len(self.ranks)
-        if one.spec is None:
-            return [one.shape] * len(self.ranks)
-        return [one.layout.local_shape(rank) or () for rank in self.ranks]
+        if operand_type.spec is None:
+            return [operand_type.shape] * len(self.ranks)
+        return [operand_type.layout.local_shape(rank) or () for rank in self.ranks]
 
 
 def _find_stretches(layout: Layout, rank: int, axis: int) -> list[Stretch]:
@@ -127,11 +133,11 @@ def parts_of(spec: ShardingSpec, axis: int, size: int) -> tuple[Stretch, ...]:
     >>> parts_of(spec(DeviceMesh.of(x=4), "x"), 0, 5)
     ((0, 2), (2, 4), (4, 5), (5, 5))
     """
-    found, at = [], 0
+    stretches, at = [], 0
     for length in spec.dim_specs[axis].table(spec.mesh, size).local_lengths:
-        found.append((at, at + int(length)))
+        stretches.append((at, at + int(length)))
         at += int(length)
-    return tuple(found)
+    return tuple(stretches)
 
 
 def stretches_of(spec: ShardingSpec, axis: int, size: int) -> tuple[tuple[Stretch, ...], ...]:
@@ -143,7 +149,7 @@ def stretches_of(spec: ShardingSpec, axis: int, size: int) -> tuple[tuple[Stretc
     """
     table = spec.dim_specs[axis].table(spec.mesh, size)
     runs = [table.runs_of(part) for part in range(table.parts)]
-    return tuple(tuple((start, stop) for start, stop, _, _ in one) for one in runs)
+    return tuple(tuple((start, stop) for start, stop, _, _ in part_runs) for part_runs in runs)
 
 
 MakeLocal = Callable[[LocalWork], Function | list[Function]]

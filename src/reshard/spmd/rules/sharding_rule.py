@@ -146,7 +146,7 @@ class OpShardingRule(Interned):
                     )
                 seen[factor] = kind
         for factor in self.reduction:
-            if self.results and not any(factor in one for one in self.contributed):
+            if self.results and not any(factor in combined for combined in self.contributed):
                 raise SpecError(
                     f"factor {self.names[factor]} is reduced, but it is in all results; "
                     "contributions are combined over factors that a result lacks"
@@ -217,19 +217,19 @@ class OpShardingRule(Interned):
         """
         check_type(text, str, "text of a sharding rule", "give a str", NotationError)
         # 1. The parts of the text: operands, results, sizes, and then the kinds.
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"\s*\((?P<operands>[^()]*)\)\s*->\s*\((?P<results>[^()]*)\)"
             r"\s*\{(?P<sizes>[^{}]*)\}(?P<kinds>(?:\s*\w+\s*=\s*\{[^{}]*\})*)\s*",
             text,
         )
-        if found is None:
+        if match is None:
             raise NotationError(
                 f"{text!r} is not a sharding rule; write it as "
                 "([i, k], [k, j]) -> ([i, j]) {i=4, k=8, j=16} reduction={k}"
             )
         # 2. Sizes. Their order numbers the factors.
         sizes: dict[str, int] = {}
-        for item in _read_items(found["sizes"]):
+        for item in _read_items(match["sizes"]):
             size = re.fullmatch(rf"({FACTOR_NAME})\s*=\s*(\d+)", item)
             if size is None or size[1] in sizes:
                 raise NotationError(
@@ -240,7 +240,7 @@ class OpShardingRule(Interned):
         # 3. Kinds; the operator of a reduction is written at its factors, `{k:max}`.
         kinds: dict[str, list[int]] = {}
         operator = "sum"
-        for kind, content in re.findall(r"(\w+)\s*=\s*\{([^{}]*)\}", found["kinds"]):
+        for kind, content in re.findall(r"(\w+)\s*=\s*\{([^{}]*)\}", match["kinds"]):
             if kind not in _KINDS or kind in kinds:
                 raise NotationError(
                     f"{kind!r} of {text!r} is not a kind of factor, or there twice; the kinds are "
@@ -256,8 +256,8 @@ class OpShardingRule(Interned):
                 )
             operator = next(iter(operators), operator)
         return cls(
-            _parse_mappings(found["operands"], index, text),
-            _parse_mappings(found["results"], index, text),
+            _parse_mappings(match["operands"], index, text),
+            _parse_mappings(match["results"], index, text),
             sizes.values(),
             reduction=kinds.get("reduction", ()),
             need_replication=kinds.get("need_replication", ()),
@@ -327,7 +327,7 @@ def _parse_mappings(body: str, index: dict[str, int], text: str) -> list[list[li
         raise NotationError(
             f"({body}) of {text!r} is not a list of tensors; write it as ([i, k], [k, j])"
         )
-    found = []
+    mappings = []
     for content in re.findall(r"\[([^\[\]]*)\]", body):
         dims = []
         for item in _read_items(content):
@@ -338,5 +338,5 @@ def _parse_mappings(body: str, index: dict[str, int], text: str) -> list[list[li
                 )
             # A digit belongs to the letter before it, so `iz_1` is `i` and `z_1`.
             dims.append([_read_index(index, name, text) for name in re.findall(FACTOR_NAME, item)])
-        found.append(dims)
-    return found
+        mappings.append(dims)
+    return mappings

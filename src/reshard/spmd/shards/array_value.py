@@ -65,18 +65,18 @@ class ArrayValue:
     @classmethod
     def of_shards(cls, type: ArrayType, shards: Shards, runner: Runner) -> Any:
         """Return an array of these shards, which must not be changed from now on."""
-        made = cls.__new__(cls)
-        made.type = type
-        made._shards = shards
-        made.runner = runner
-        return made
+        array = cls.__new__(cls)
+        array.type = type
+        array._shards = shards
+        array.runner = runner
+        return array
 
     @classmethod
     def given(cls, type: ArrayType, shards: Shards, runner: Runner) -> Any:
         """Return an array of shards that a program passed and may write to; it caches nothing."""
-        made = cls.of_shards(type, shards, runner)
-        made._kept = None
-        return made
+        array = cls.of_shards(type, shards, runner)
+        array._kept = None
+        return array
 
     @property
     def is_given(self) -> bool:
@@ -97,10 +97,10 @@ class ArrayValue:
         # Iterating over the shards of an array that was donated before raises the error.
         shards = tuple(self._shards)
         make = type(self).given if self.is_given else type(self).of_shards
-        found = make(self.type, shards, self.runner)
+        array = make(self.type, shards, self.runner)
         self._shards = Donated(self.type)  # type: ignore[assignment]
         self._kept = None
-        return found
+        return array
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # Cached reshards are not pickled: they are computed again when they are needed.
@@ -167,16 +167,16 @@ class ReshardCache:
 
         Raises UsageError over processes if shards that operations made were written to.
         """
-        kept = array.cached_reshards()
-        if kept is None:
+        cached = array.cached_reshards()
+        if cached is None:
             return self._move_given(array, spec, move)
-        found = kept.get(spec)
-        if found is not None:
+        entry = cached.get(spec)
+        if entry is not None:
             # Another thread may evict it meanwhile.
-            shards: Shards | None = found.shards
-            if shards is not None and self._is_valid(array, found.state, shards):
+            shards: Shards | None = entry.shards
+            if shards is not None and self._is_valid(array, entry.state, shards):
                 return shards
-        return self._keep(array, kept, spec, move(array._shards))
+        return self._keep(array, cached, spec, move(array._shards))
 
     def _move_given(self, array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
         """Move the shards of an array whose memory a program may have access to."""
@@ -195,13 +195,13 @@ class ReshardCache:
                 # By identity, since ranks of a process may share a shard.
                 copies = {id(shard): library.copied(shard) for shard in array._shards}
                 array.take_over(tuple([copies[id(shard)] for shard in array._shards]))
-        kept = array.cached_reshards()
-        if kept is None or any(views):
+        cached = array.cached_reshards()
+        if cached is None or any(views):
             return move(array._shards)
-        return self._keep(array, kept, spec, moved)
+        return self._keep(array, cached, spec, moved)
 
     def _keep(
-        self, array: ArrayValue, kept: dict[ShardingSpec, Any], spec: ShardingSpec, moved: Shards
+        self, array: ArrayValue, cached: dict[ShardingSpec, Any], spec: ShardingSpec, moved: Shards
     ) -> Shards:
         size_bytes = _count_bytes(array.type, spec, self._runner.has_every_shard)
         state = own, theirs = self._find_state(array, moved)
@@ -213,9 +213,9 @@ class ReshardCache:
         is_recorded = bool(own) and own[0]
         if is_recorded and source.reduction in ("max", "min", "product"):
             return moved
-        kept[spec] = made = CachedShards(moved, state)
+        cached[spec] = entry = CachedShards(moved, state)
         with self._lock:
-            self._order.append((weakref.ref(made), size_bytes))
+            self._order.append((weakref.ref(entry), size_bytes))
             self.size_bytes += size_bytes
             while self.size_bytes > self.max_bytes:
                 reference, oldest_bytes = self._order.popleft()
@@ -250,10 +250,10 @@ def take_moved(array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
     # Arrays without elements have nothing to cache.
     if runner.is_abstract:
         return move(array._shards)
-    found: ReshardCache | None = runner.reshard_cache
-    if found is None:
-        found = runner.reshard_cache = ReshardCache(runner)
-    return found.moved(array, spec, move)
+    cache: ReshardCache | None = runner.reshard_cache
+    if cache is None:
+        cache = runner.reshard_cache = ReshardCache(runner)
+    return cache.moved(array, spec, move)
 
 
 def moves_each_time(array: ArrayValue) -> bool:

@@ -69,7 +69,10 @@ class _Comparer(Recorder):
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
         """Compare an operation that ran."""
-        shown = [str(one.type) if isinstance(one, ArrayValue) else repr(one) for one in operands]
+        shown = [
+            str(operand.type) if isinstance(operand, ArrayValue) else repr(operand)
+            for operand in operands
+        ]
         options = {**call.attributes, **call.options}
         shown += [f"{name}={value!r}" for name, value in options.items()]
         self._compare(results[0].runner, f"{call.name}({', '.join(shown)})")
@@ -112,10 +115,10 @@ def check_copies(runner: Runner, shards: Mapping[int, Any], kind: ArrayType) -> 
     }
     from reshard.torch.exchange.agreement import gather
 
-    every = gather(json.dumps(own).encode(), _group_of(runner))
+    gathered = gather(json.dumps(own).encode(), _group_of(runner))
     ranks_with: dict[str, dict[str, list[int]]] = {}
-    for rank, found in every.items():
-        for boxes, digest in json.loads(found).items():
+    for rank, text in gathered.items():
+        for boxes, digest in json.loads(text).items():
             ranks_with.setdefault(boxes, {}).setdefault(digest, []).append(rank)
     for by_digest in ranks_with.values():
         if len(by_digest) > 1:
@@ -138,9 +141,9 @@ def _group_of(runner: Runner) -> Any:
 
 
 def _digest(array: Any) -> str:
-    found = library_of(array)
-    if found is not None and found.name == "torch":
-        own = array.detach().cpu().contiguous().reshape(-1)
-        array = own.view(import_module("torch").uint8).numpy()
+    backend = library_of(array)
+    if backend is not None and backend.name == "torch":
+        flat = array.detach().cpu().contiguous().reshape(-1)
+        array = flat.view(import_module("torch").uint8).numpy()
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()

@@ -65,7 +65,7 @@ def kept_partial(
     if len(reductions) != 1:
         return (), None
     (reduction,) = reductions
-    pending = [_find_pending(one) for one in operands]
+    pending = [_find_pending(operand) for operand in operands]
     best: tuple[Axis, ...] = ()
     for chosen in operator.partial_operands(len(operands), str(reduction), **attributes):
         axes = tuple(
@@ -80,16 +80,16 @@ def kept_partial(
     return best, reduction if best else None
 
 
-def _find_pending(one: ArrayType | None) -> tuple[Axis, ...]:
-    return () if one is None or one.spec is None else one.spec.partial_axes
+def _find_pending(operand: ArrayType | None) -> tuple[Axis, ...]:
+    return () if operand is None or operand.spec is None else operand.spec.partial_axes
 
 
-def _uses(one: ArrayType | None, axis: Axis) -> bool:
+def _uses(operand: ArrayType | None, axis: Axis) -> bool:
     """Return whether an operand differs between devices along an axis, or a part of it."""
-    if one is None or one.spec is None:
+    if operand is None or operand.spec is None:
         return False
     # By name alone: a part of an axis and the whole of it are not distinguished.
-    used = [a for dim in one.spec.dim_specs for a in dim.axes] + list(one.spec.partial_axes)
+    used = [a for dim in operand.spec.dim_specs for a in dim.axes] + list(operand.spec.partial_axes)
     return any(other.name == axis.name for other in used)
 
 
@@ -144,10 +144,10 @@ def types_allow_partial(operands: Sequence[ArrayType | None], results: Sequence[
     """
     # If the type does not change, a contribution is treated like the whole array.
     pending = {x.dtype for x in operands if x is not None and x.spec and x.spec.partial_axes}
-    made = {result.dtype for result in results}
-    if made == pending:
+    result_dtypes = {result.dtype for result in results}
+    if result_dtypes == pending:
         return True
     wraps = any(dtype.name.startswith(("bool", "int", "uint")) for dtype in pending)
     widest = max(dtype.itemsize_bytes for dtype in pending)
-    narrows = any(dtype.itemsize_bytes < widest or dtype.name == "bool" for dtype in made)
+    narrows = any(dtype.itemsize_bytes < widest or dtype.name == "bool" for dtype in result_dtypes)
     return not wraps and not narrows

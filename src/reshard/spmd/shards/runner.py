@@ -48,7 +48,7 @@ _runners: WeakSet[Runner] = WeakSet()
 def forget_calls(name: str) -> None:
     """Forget an operator's compiled operations in all runners, because its record was replaced."""
     for runner in list(_runners):
-        for key in [one for one in list(runner.calls) if one[0] == name]:
+        for key in [key for key in list(runner.calls) if key[0] == name]:
             runner.calls.pop(key, None)
 
 
@@ -84,10 +84,10 @@ class Runner:
         An array without a mesh has one shard: all of it. An array over a mesh without this process
         has no shards here: its operations compute nothing, and take part in collective calls.
         """
-        found = self._ranks.get(mesh)
-        if found is None and mesh is not None:
-            found = self._ranks[mesh] = self._find_ranks(mesh)
-        return found or ()
+        ranks = self._ranks.get(mesh)
+        if ranks is None and mesh is not None:
+            ranks = self._ranks[mesh] = self._find_ranks(mesh)
+        return ranks or ()
 
     def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
         """Return the functions of an operation that the ranks here compute."""
@@ -100,12 +100,12 @@ class Runner:
 
     def movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
         """Return a function that moves shards of an array of type `source` to `spec`."""
-        found = self._movements.get((source, spec))
-        if found is None:
+        movement = self._movements.get((source, spec))
+        if movement is None:
             if len(self._movements) >= MAX_CACHED:
                 self._movements.clear()
-            found = self._movements[source, spec] = self._new_movement(source, spec)
-        return found
+            movement = self._movements[source, spec] = self._new_movement(source, spec)
+        return movement
 
     def moved_once(self, source: ArrayType, spec: ShardingSpec, shards: Shards) -> Shards:
         """Move shards by a movement that is not cached, because it depends on elements."""
@@ -264,5 +264,5 @@ def runner_for(data: object = None) -> Runner:
     chosen = _chosen.get()
     if chosen is not None:
         return chosen
-    found = library_of(data)
-    return in_process("numpy" if found is None else found.name)
+    backend = library_of(data)
+    return in_process("numpy" if backend is None else backend.name)

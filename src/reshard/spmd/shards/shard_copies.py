@@ -49,26 +49,26 @@ def copies(
     >>> move((np.array([[0, 1, 2, 3]]), np.array([[4, 5, 6, 7]])))[1].tolist()
     [[2, 3], [6, 7]]
     """
-    found = _take_parts(change, sources, targets)
-    if found is not None:
-        return found
+    movement = _take_parts(change, sources, targets)
+    if movement is not None:
+        return movement
     position = {rank: number for number, rank in enumerate(sources)}
     pieces = _find_pieces(change, targets, position)
     makers: list[Callable[[Shards], Any]] = []
     which: list[int] = []
     # Ranks with equal boxes share an array: each distinct box has a maker, and `which` is the
     # number of each rank's maker.
-    known: dict[tuple[bytes, int], int] = {}
+    maker_of: dict[tuple[bytes, int], int] = {}
     target = change.target
     # The first cell of each rank, since cells are sorted by rank.
     cells = np.searchsorted(target.cell_slot, targets).tolist()
     for rank, cell in zip(targets, cells, strict=True):
         box = (target.cell_part[cell].tobytes(), int(target.cell_contribution[cell]))
-        if box not in known:
-            known[box] = len(makers)
+        if box not in maker_of:
+            maker_of[box] = len(makers)
             shape = target.local_shapes[rank]
             makers.append(_make_shard(change, pieces.get(rank, []), cell, shape, library))
-        which.append(known[box])
+        which.append(maker_of[box])
     # Joining the whole copies it once, which pays if ranks take more than two pieces each.
     is_many = len(change.transfers) > 2 * len(targets) > 2
     if is_many and change.source.contributions == 1 and _is_plain(change):
@@ -79,8 +79,8 @@ def copies(
         return lambda shards: tuple([make(shards) for make in makers])
 
     def moved(shards: Shards) -> Shards:
-        made = [make(shards) for make in makers]
-        return tuple([made[number] for number in which])
+        arrays = [make(shards) for make in makers]
+        return tuple([arrays[number] for number in which])
 
     return moved
 
@@ -100,19 +100,19 @@ def _take_parts(
     places: dict[Box, int] = {}
     pieces: list[tuple[int, tuple[slice, ...] | None]] = []
     for rank in targets:
-        own, wanted = before[rank], after[rank]
-        if own.intersect(wanted) != wanted:
+        own, needed = before[rank], after[rank]
+        if own.intersect(needed) != needed:
             return None
-        if wanted not in places:
-            places[wanted] = len(pieces)
-            start = tuple(map(sub, wanted.start, own.start))
-            window = None if own == wanted else _find_slices(start, wanted.shape)
+        if needed not in places:
+            places[needed] = len(pieces)
+            start = tuple(map(sub, needed.start, own.start))
+            window = None if own == needed else _find_slices(start, needed.shape)
             pieces.append((position[rank], window))
     which = [places[after[rank]] for rank in targets]
 
     def moved(shards: Shards) -> Shards:
-        made = [shards[n] if window is None else shards[n][window] for n, window in pieces]
-        return tuple([made[number] for number in which])
+        arrays = [shards[n] if window is None else shards[n][window] for n, window in pieces]
+        return tuple([arrays[number] for number in which])
 
     return moved
 
@@ -155,11 +155,11 @@ def _join_the_whole(
         for axis, size in enumerate(change.source.shape)
         if box.stop[axis] - box.start[axis] != size
     }
-    wanted = [change.target.boxes(rank) for rank in targets]
-    if len(axes) != 1 or any(len(own) != 1 for own in wanted):
+    needed = [change.target.boxes(rank) for rank in targets]
+    if len(axes) != 1 or any(len(own) != 1 for own in needed):
         return None
     if not all(
-        _is_all_of(own, change.target, rank) for own, rank in zip(wanted, targets, strict=True)
+        _is_all_of(own, change.target, rank) for own, rank in zip(needed, targets, strict=True)
     ):
         return None
     (axis,) = axes
@@ -168,7 +168,7 @@ def _join_the_whole(
     if any(a.stop[axis] != b.start[axis] for a, b in itertools.pairwise(parts)):
         return None
     order = [boxes[box] for box in parts]
-    views = [tuple(map(slice, own[0].start, own[0].stop)) for own in wanted]
+    views = [tuple(map(slice, own[0].start, own[0].stop)) for own in needed]
     concat = library.namespace.concat
 
     def moved(shards: Shards) -> Shards:
@@ -215,15 +215,15 @@ def _find_pieces(
     order = np.lexsort((*rows.target_start.T[::-1], rows.order, rows.target_slot))
     columns = (rows.target_slot, rows.order, rows.source_slot)
     boxes = (rows.source_start, rows.target_start, rows.shape)
-    found: dict[int, list[_Piece]] = {}
+    pieces: dict[int, list[_Piece]] = {}
     for target, contribution, source, start, place, shape in zip(
         *(column[order].tolist() for column in (*columns, *boxes)), strict=True
     ):
         # A piece that is the whole shard needs no view.
         window = None if tuple(shape) == shapes[source] else _find_slices(start, shape)
         piece = (position[source], window, _find_slices(place, shape), contribution)
-        found.setdefault(target, []).append(piece)
-    return found
+        pieces.setdefault(target, []).append(piece)
+    return pieces
 
 
 def _make_shard(
@@ -239,21 +239,21 @@ def _make_shard(
     if not change.combines[int(change.target.cell_contribution[cell])]:
         return _fill_identity(change.target, cell, library)
     if pieces and all(place == whole for _, _, place, _ in pieces):
-        made = _combine_pieces(pieces, combine_two)
+        make = _combine_pieces(pieces, combine_two)
     else:
         axis = None if change.target.is_padded else _find_joined_axis(pieces, whole)
         if axis is None:
-            made = _write_pieces(pieces, shape, combine_two, library)
+            make = _write_pieces(pieces, shape, combine_two, library)
         else:
-            made = _concatenate_pieces(pieces, axis, library)
+            make = _concatenate_pieces(pieces, axis, library)
     numerator, denominator = change.scale
     if numerator == denominator:
-        return made
+        return make
 
     def scaled(shards: Shards) -> Any:
         # A mean of integers is not exact.
         check_reduction(change.source.reduction or "sum", library.dtype_of(shards[0]))
-        return scale(made(shards), numerator, denominator)
+        return scale(make(shards), numerator, denominator)
 
     return scaled
 
