@@ -327,10 +327,10 @@ def prove_secret(group: RankGroup, key: bytes) -> None:
             raise LinkError(f"rank {other} of the link does not know its secret")
 
 
-def _swap(group: RankGroup, given: dict[int, bytes]) -> dict[int, bytes]:
+def _swap(group: RankGroup, messages: dict[int, bytes]) -> dict[int, bytes]:
     """Exchange messages of equal length with every other rank."""
     with group.errors("the link was not made"):
-        return group.swap_bytes(given, dict.fromkeys(given, _CODE_BYTES))
+        return group.swap_bytes(messages, dict.fromkeys(messages, _CODE_BYTES))
 
 
 def _comes(

@@ -176,26 +176,26 @@ class LinkMembers:
                     self._store, self._seen, fewest, self._timeout_s, self.own, self._presence
                 )
                 left = [n for n in self.groups if handshake.has_left(self._store, n)]
-                numbers = [one.number for one in came]
+                numbers = [announcement.number for announcement in came]
                 self._store.set(key, json.dumps({"came": numbers, "left": left}))
             step = json.loads(self._store.get(key))
             came = [handshake.read_announcement(self._store, number) for number in step["came"]]
         for number in step["left"]:
             self.give_up(number, "it left")
-        for one in came:
-            self._seen.add(one.number)
+        for announcement in came:
+            self._seen.add(announcement.number)
             # A returning engine replaces the earlier engine.
             for number, (name, _) in list(self.groups.items()):
-                if name == one.name:
+                if name == announcement.name:
                     self._drop(number, "it came again")
             try:
                 # Present engines wait meanwhile, so the limit is below their timeout.
-                group = self._meet(one, self._timeout_s * _TRAINER_SHARE)
-                self.groups[one.number] = (one.name, group)
+                group = self._meet(announcement, self._timeout_s * _TRAINER_SHARE)
+                self.groups[announcement.number] = (announcement.name, group)
                 for follower in self.followers:
-                    follower.prepare_for(one.number, one.name, group)
+                    follower.prepare_for(announcement.number, announcement.name, group)
             except ReshardError as error:
-                self.give_up(one.number, str(error), one.name)
+                self.give_up(announcement.number, str(error), announcement.name)
         return key
 
     def settle(self, place: str, own: RunSummary) -> RunSummary:
@@ -283,7 +283,7 @@ class LinkMembers:
             pair = (hand_on.source, hand_on.target)
             sides = (
                 self.trainer,
-                *(handshake.read_announcement(self._store, one) for one in pair),
+                *(handshake.read_announcement(self._store, number) for number in pair),
             )
             limit_s = self._timeout_s * _HAND_ON_SHARE
             group = self._meet_at(f"relay/{hand_on.meeting}", ahead, ranks, sides, limit_s)
@@ -370,20 +370,20 @@ class LinkMembers:
 
     def give_up(self, number: int, why: str, name: str = "") -> None:
         """Drop an engine that failed, and keep the reason; `name` if it lacks a group still."""
-        known = self.groups.get(number)
+        entry = self.groups.get(number)
         with contextlib.suppress(RuntimeError):
             # Its connections close before the store has its note.
             if handshake.has_left(self._store, number):
                 why = f"it left; {why}"
-        self._lost[name or (known[0] if known else str(number))] = why
+        self._lost[name or (entry[0] if entry else str(number))] = why
         self._drop(number, why)
 
     def _drop(self, number: int, why: str) -> None:
-        known = self.groups.pop(number, None)
+        entry = self.groups.pop(number, None)
         for follower in self.followers:
             follower.forget(number)
-        if known is not None and not known[1].has_failed:
-            known[1].break_off(LinkError(f"the trainer gave the engine up: {why}"))
+        if entry is not None and not entry[1].has_failed:
+            entry[1].break_off(LinkError(f"the trainer gave the engine up: {why}"))
 
     def take_lost(self) -> dict[str, str]:
         """Return the engines given up since the last call, with reasons."""

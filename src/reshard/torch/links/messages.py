@@ -66,14 +66,16 @@ def _convert(kind: Any, value: Any) -> Any:
     if not isinstance(value, expected) or isinstance(value, bool):
         raise TypeError(f"{value!r} is not a {kind}")
     if is_message:
-        given = [
+        names = [
             item.name for item in fields(kind) if item.metadata != OPTIONAL or item.name in value
         ]
         hints = _hints_of(kind)
-        return kind(**{name: _convert(hints[name], value[name]) for name in given})
+        return kind(**{name: _convert(hints[name], value[name]) for name in names})
     if origin is tuple:
         kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
-        return tuple(_convert(of, item) for of, item in zip(kinds, value, strict=True))
+        return tuple(
+            _convert(item_kind, item) for item_kind, item in zip(kinds, value, strict=True)
+        )
     if expected is dict:
         return {key: _convert(arguments[1], item) for key, item in value.items()}
     if kind is int and value < 0:
@@ -196,15 +198,15 @@ RELAYED = ("extra_bytes", "changed_only")
 
 def write_options(options: Mapping[str, Any]) -> bytes:
     """Return options as JSON; raise UsageError for other types."""
-    given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
+    present = {name: value for name, value in options.items() if value is not None}
+    for name, value in present.items():
         if not _is_option(name, value):
             types = " or ".join(kind.__name__ for kind in OPTIONS[name])
             raise UsageError(f"{name}={value!r}, a {type(value).__name__}; give a {types}")
     try:
-        return json.dumps(given).encode()
+        return json.dumps(present).encode()
     except TypeError as error:
-        raise UsageError(f"options {given!r}: {error}; give numbers, texts and tables") from error
+        raise UsageError(f"options {present!r}: {error}; give numbers, texts and tables") from error
 
 
 def _is_option(name: str, value: Any) -> bool:

@@ -93,9 +93,9 @@ class ProvingServer:
         self._known: dict[socket.socket, Peer] = {}
         self.waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        for one in (*listeners, self._woken):
-            one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ)
+        for sock in (*listeners, self._woken):
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ)
 
     def end(self) -> None:
         """Let `serve` return; a second call does nothing."""
@@ -110,25 +110,25 @@ class ProvingServer:
             while True:
                 # Without an event, connections that prove nothing are closed a second late at most.
                 for key, events in self._selector.select(1.0 if self._unknown else None):
-                    found = key.fileobj
-                    if found is self._woken:
+                    ready = key.fileobj
+                    if ready is self._woken:
                         return
-                    if found in self._listeners:
-                        self._accept(found)
+                    if ready in self._listeners:
+                        self._accept(ready)
                     # An event of a connection that was dropped meanwhile is ignored.
-                    elif found in self._unknown or found in self._known:
-                        self._attend(found, events)
+                    elif ready in self._unknown or ready in self._known:
+                        self._attend(ready, events)
                 late_s = time.monotonic() - _GREETING_S
-                for one in [one for one, peer in self._unknown.items() if peer.since_s < late_s]:
-                    self._drop(one)
+                for sock in [sock for sock, peer in self._unknown.items() if peer.since_s < late_s]:
+                    self._drop(sock)
         finally:
-            for one in [*self._unknown, *self._known, *self._listeners, self._woken]:
-                one.close()
+            for sock in [*self._unknown, *self._known, *self._listeners, self._woken]:
+                sock.close()
             self._selector.close()
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            found, _ = listener.accept()
+            connected, _ = listener.accept()
         except OSError:
             # The connection was closed again, or this process has too many open files.
             # The listener stays readable: without a pause the loop would spin.
@@ -136,15 +136,15 @@ class ProvingServer:
             return
         if len(self._unknown) >= _MAX_UNKNOWN:
             self._drop(next(iter(self._unknown)))
-        peer = self._unknown[found] = Peer(time.monotonic(), os.urandom(NONCE_BYTES))
-        found.setblocking(False)
-        self._selector.register(found, selectors.EVENT_READ)
+        peer = self._unknown[connected] = Peer(time.monotonic(), os.urandom(NONCE_BYTES))
+        connected.setblocking(False)
+        self._selector.register(connected, selectors.EVENT_READ)
         try:
-            self._configure(found)
+            self._configure(connected)
         except OSError:
-            self._drop(found)
+            self._drop(connected)
             return
-        self._send(found, peer, self._greet(peer.nonce))
+        self._send(connected, peer, self._greet(peer.nonce))
 
     def _attend(self, connected: socket.socket, events: int) -> None:
         peer = self._known.get(connected) or self._unknown[connected]
@@ -189,9 +189,9 @@ class ProvingServer:
             self._drop(connected)
             return
         # A connection can nearly always be written to: asking for that all the time would spin.
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        if self._selector.get_key(connected).events != wanted:
-            self._selector.modify(connected, wanted)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        if self._selector.get_key(connected).events != events:
+            self._selector.modify(connected, events)
 
     def _drop(self, connected: socket.socket, error: OSError | None = None) -> None:
         """Close a connection, which the error has ended if there is any."""
@@ -234,12 +234,12 @@ class StoreServer:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 listeners.append(socket.create_server((host, port), family=family, backlog=1024))
         except OSError:
-            for one in listeners:
-                one.close()
+            for listener in listeners:
+                listener.close()
             raise
         salt = os.urandom(SALT_BYTES)
         #: The addresses that it listens at.
-        self.addresses = [one.getsockname()[:2] for one in listeners]
+        self.addresses = [listener.getsockname()[:2] for listener in listeners]
         self._service = _StoreService(listeners, salt, derive_key(secret, salt))
         serve = self._service.serve
         self._thread = threading.Thread(target=serve, name="reshard store", daemon=True)
@@ -301,19 +301,19 @@ class _StoreService(ProvingServer):
         return request
 
     def _answer(self, operation: bytes, key: bytes, value: bytes) -> bytes:
-        values, found, payload = self._values, True, b""
+        values, is_found, payload = self._values, True, b""
         if operation == _SET:
             values[key] = value
         elif operation == _GET:
-            found, payload = key in values, values.get(key, b"")
+            is_found, payload = key in values, values.get(key, b"")
         elif operation == _ADD:
             payload = values[key] = str(int(values.get(key, b"0")) + int(value)).encode()
         elif operation == _CHECK:
             # Keys are codes in hexadecimal, which contain no line break.
-            found = all(one in values for one in key.split(b"\n"))
+            is_found = all(name in values for name in key.split(b"\n"))
         else:
-            found = values.pop(key, None) is not None
-        return _ANSWER.pack(found, len(payload)) + payload
+            is_found = values.pop(key, None) is not None
+        return _ANSWER.pack(is_found, len(payload)) + payload
 
 
 class StoreClient:
@@ -389,8 +389,8 @@ class StoreClient:
         try:
             with self._lock:
                 self._socket.sendall(request)
-                found, size = _ANSWER.unpack(self._receive(_ANSWER.size))
-                return bool(found), self._receive(size)
+                is_found, size = _ANSWER.unpack(self._receive(_ANSWER.size))
+                return bool(is_found), self._receive(size)
         except OSError as error:
             # The rest of a partial answer would be taken for the next.
             self._socket.close()
@@ -426,11 +426,11 @@ def derive_key(secret: str, salt: bytes) -> bytes:
 
 def code_of(key: bytes, *parts: bytes) -> bytes:
     """Return the authentication code of parts in order; `shape (32,)` in bytes."""
-    found = hmac.new(key, digestmod=hashlib.sha256)
+    code = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         # With lengths, since parts that are divided differently must have different codes.
-        found.update(len(part).to_bytes(8) + part)
-    return found.digest()
+        code.update(len(part).to_bytes(8) + part)
+    return code.digest()
 
 
 class SealedStore(dist.Store):  # type: ignore[misc]
@@ -454,10 +454,10 @@ class SealedStore(dist.Store):  # type: ignore[misc]
         self._store = None
 
     def _reach(self) -> Any:
-        given = self._store
-        if given is None:
+        store = self._store
+        if store is None:
             raise LinkError("this end of the link is closed; connect again")
-        return given
+        return store
 
     def _seal_key(self, key: str) -> str:
         return code_of(self.key, b"key", key.encode()).hex()
@@ -520,8 +520,8 @@ _SECRET_VARIABLE = "RESHARD_LINK_SECRET"
 _RETRY_S = 0.1
 # `ipaddress.is_private` has 0.0.0.0 and documentation networks as well, but not 100.64.0.0/10.
 _PRIVATE = [
-    ipaddress.ip_network(one)
-    for one in (
+    ipaddress.ip_network(network)
+    for network in (
         *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"),
         *("100.64.0.0/10", "::1/128", "fc00::/7", "fe80::/10"),
     )
@@ -567,7 +567,7 @@ class LinkAddress:
     @property
     def is_loopback(self) -> bool:
         """Whether only processes of this host reach it; raises LinkError for an unknown host."""
-        return all(ipaddress.ip_address(one).is_loopback for one in self._resolve())
+        return all(ipaddress.ip_address(address).is_loopback for address in self._resolve())
 
     def own_address(self) -> str:
         """Return the address by which others of the link reach this process."""
@@ -576,9 +576,9 @@ class LinkAddress:
                 self.host, self.port, type=socket.SOCK_DGRAM
             )[0]
             # A connected datagram socket knows its route, and sends nothing.
-            with socket.socket(family, kind, protocol) as found:
-                found.connect(address)
-                return str(found.getsockname()[0])
+            with socket.socket(family, kind, protocol) as sock:
+                sock.connect(address)
+                return str(sock.getsockname()[0])
         except OSError as error:
             raise LinkError(f"there is no way to {self}: {error}") from error
 
@@ -589,20 +589,20 @@ class LinkAddress:
         """
         if secret is not None and not (isinstance(secret, str) and secret):
             raise UsageError("secret is empty, or no text; give some text that only the link knows")
-        found = secret or os.environ.get(_SECRET_VARIABLE, "")
-        if not found and not self.is_loopback:
+        chosen = secret or os.environ.get(_SECRET_VARIABLE, "")
+        if not chosen and not self.is_loopback:
             raise UsageError(
                 f"a link at {self} can be reached from other hosts, and has no secret; give all "
                 f"its processes secret= or the environment variable {_SECRET_VARIABLE}"
             )
-        return found
+        return chosen
 
     def check_privacy(self) -> None:
         """Raise UsageError if weights would leave private networks.
 
         They are not encrypted. Raises LinkError for an unknown host.
         """
-        public = [one for one in self._resolve() if not _is_private(one)]
+        public = [address for address in self._resolve() if not _is_private(address)]
         if public:
             raise UsageError(
                 f"a link at {self} leads to {public[0]}, which is not private, and weights are "
@@ -614,10 +614,10 @@ class LinkAddress:
     def _resolve(self) -> list[str]:
         """Return the addresses of the host; raise LinkError if it is unknown."""
         try:
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            infos = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise LinkError(f"the host of {self} cannot be found: {error}") from error
-        return list(dict.fromkeys(str(one[4][0]) for one in found))
+        return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
     def open_store(self, is_server: bool, secret: str, timeout_s: float) -> SealedStore:
         """Return the sealed store; `is_server` for the process that serves it.
@@ -658,8 +658,10 @@ class LinkAddress:
         process's own address. Raises LinkError.
         """
         try:
-            here = [one for one in self._resolve() if _is_of_this_host(one)]
-            return StoreServer([(one, self.port) for one in here or [self.own_address()]], secret)
+            here = [address for address in self._resolve() if _is_of_this_host(address)]
+            return StoreServer(
+                [(address, self.port) for address in here or [self.own_address()]], secret
+            )
         except OSError as error:
             problem = error.strerror or str(error)
             if error.errno == errno.EADDRINUSE:
@@ -671,8 +673,8 @@ def _is_of_this_host(address: str) -> bool:
     """Return whether this machine can listen at an address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as found:
-            found.bind((address, 0))
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.bind((address, 0))
     except OSError:
         return False
     return True
@@ -681,10 +683,10 @@ def _is_of_this_host(address: str) -> bool:
 def _is_private(address: str) -> bool:
     """Return whether an address is of this host or a private network.
 
-    >>> [_is_private(one) for one in ("10.1.2.3", "100.64.0.1", "fe80::1%lo", "8.8.8.8", "0.0.0.0")]
+    >>> [_is_private(ip) for ip in ("10.1.2.3", "100.64.0.1", "fe80::1%lo", "8.8.8.8", "0.0.0.0")]
     [True, True, True, False, False]
     """
-    found = ipaddress.ip_address(address)
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
-    return any(found.version == one.version and found in one for one in _PRIVATE)
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    return any(ip.version == network.version and ip in network for network in _PRIVATE)

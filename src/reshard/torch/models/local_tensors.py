@@ -374,8 +374,8 @@ class ListingCache:
 
     def read_columns(self, values: Sequence[Any]) -> ParameterColumns | None:
         """Return the columns of the values, reused if they are unchanged."""
-        known = self._by_first.get(id(values[0])) if values else None
-        columns = known.columns if known is not None else None
+        listing = self._by_first.get(id(values[0])) if values else None
+        columns = listing.columns if listing is not None else None
         if columns is not None and columns.is_unchanged(values):
             return columns
         return ParameterColumns.of(values)
@@ -384,9 +384,9 @@ class ListingCache:
         self, tensors: Sequence[torch.Tensor], described: object, addresses: list[int]
     ) -> LocalTensors | None:
         """Return the listing of these tensors, or None if they changed."""
-        known = self._by_first.get(id(tensors[0])) if tensors else None
-        is_known = known is not None and known.is_unchanged(tensors, described, addresses)
-        return known if is_known else None
+        listing = self._by_first.get(id(tensors[0])) if tensors else None
+        is_known = listing is not None and listing.is_unchanged(tensors, described, addresses)
+        return listing if is_known else None
 
 
 def _list_forms(tensors: Sequence[torch.Tensor]) -> _FormColumns:

@@ -234,7 +234,7 @@ def _list_flat_memory(module: torch.nn.Module, handles: Sequence[Any]) -> dict[s
             and id(tensor) not in flat_ids
             and name not in part._non_persistent_buffers_set
         }
-        values |= {name: value for (of, name), value in flat.items() if of == id(part)}
+        values |= {name: value for (part_id, name), value in flat.items() if part_id == id(part)}
         tensors |= {
             _clean_name(f"{path}.{name}" if path else name): v for name, v in values.items()
         }

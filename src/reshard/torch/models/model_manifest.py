@@ -218,17 +218,21 @@ class ListedEntries:
         self.names = list(numbers)
         self._own_numbers = own_numbers
         self._places = {
-            key: _invert(np.array(of, dtype=np.int64), len(numbers))
-            for key, of in own_numbers.items()
+            key: _invert(np.array(listed_numbers, dtype=np.int64), len(numbers))
+            for key, listed_numbers in own_numbers.items()
         }
         self.kind_of = self._number_kinds().tolist()
-        listed = {id(of.name_columns): of.name_columns for of in ranks.values() if len(of)}
+        listed = {
+            id(columns.name_columns): columns.name_columns
+            for columns in ranks.values()
+            if len(columns)
+        }
         self.may_share_names = len(listed) > 1 and not all(n.are_own for n in listed.values())
 
     def _number_kinds(self) -> IntArray:
         kinds: dict[Entry, int] = {}
         numbers = np.zeros(len(self.names), dtype=np.int64)
-        for columns in {id(of): of for of in self._ranks.values()}.values():
+        for columns in {id(columns): columns for columns in self._ranks.values()}.values():
             # The last number stands for names that a rank does not list.
             of_kind = [kinds.setdefault(kind, len(kinds)) for kind in columns.kinds]
             place = self._places[id(columns.name_columns)]
@@ -242,12 +246,12 @@ class ListedEntries:
 
     def entries(self, number: int) -> dict[int, Entry]:
         """Return a tensor's entries by rank; the first if a rank lists it twice."""
-        found = {}
+        entries = {}
         for rank, columns in self._ranks.items():
             place = self._places[id(columns.name_columns)][number]
             if place >= 0:
-                found[rank] = columns[place]
-        return found
+                entries[rank] = columns[place]
+        return entries
 
     @property
     def repeated(self) -> Iterator[tuple[int, Entry, Entry]]:
@@ -404,20 +408,20 @@ def assemble_tensors(
         ]
     tensors: dict[str, ModelTensor] = {}
     # Tensors that all ranks describe equally are equal; Megatron's are distinguished by name.
-    known: dict[int, ModelTensor | None] = {}
+    assembled: dict[int, ModelTensor | None] = {}
     have_samples, may_share = listed.have_samples, listed.may_share_names
     for number, (name, kind) in enumerate(zip(listed.names, listed.kind_of, strict=True)):
         if may_share:
             problems += _find_shared_names(name, listed.entries(number), side)
-        if kind in known:
-            tensor = known[kind]
+        if kind in assembled:
+            tensor = assembled[kind]
         else:
             by_rank, problems_before = listed.entries(number), len(problems)
             first_of = manifests[next(iter(by_rank))]
             tensor = _assemble_tensor(name, by_rank, parameters, first_of, side, problems)
             # Problems are reported for each tensor.
             if len(problems) == problems_before and (tensor is None or tensor.parameter is None):
-                known[kind] = tensor
+                assembled[kind] = tensor
         if tensor is None:
             continue
         if have_samples and tensor.spec is None and tensor.parameter is None:
@@ -533,12 +537,12 @@ def _assemble_tensor(
         ranks = " and ".join(map(str, list(layouts.values())[:2]))
         problems.append(f"{name}: ranks {ranks} have different layouts of the {side}")
         return None
-    known = united or first.layout
-    if known is not None:
-        problems += _find_misfits(name, known, by_rank, side)
+    shared_layout = united or first.layout
+    if shared_layout is not None:
+        problems += _find_misfits(name, shared_layout, by_rank, side)
         # A union of layouts is not a sharding over a mesh.
         spec = None if united is not None else first.spec
-        return ModelTensor(dtype, known, fusion=fusion, spec=spec)
+        return ModelTensor(dtype, shared_layout, fusion=fusion, spec=spec)
     # A plain tensor: replicated on each rank that has it.
     shapes = {entry.shape: rank for rank, entry in by_rank.items() if entry.shape is not None}
     if len(shapes) > 1:
@@ -773,9 +777,9 @@ def read_manifests(
     """
     # Ranks with equal names then share an object, whose identity stands for it (`ListedEntries`).
     names: dict[bytes, list[NameColumns]] = {}
-    known: dict[tuple[bytes, bytes], tuple[ModelManifest, ModelManifest]] = {}
+    parsed: dict[tuple[bytes, bytes], tuple[ModelManifest, ModelManifest]] = {}
     for rank, message in messages.items():
-        if message in known:
+        if message in parsed:
             continue
         try:
             both = message[0].decode().split("\n")
@@ -787,10 +791,10 @@ def read_manifests(
                     message[1].decode().split("\n"), names[message[0]], strict=True
                 )
             )
-            known[message] = before, after
+            parsed[message] = before, after
         except (ReshardError, ValueError) as error:
             raise NotationError(f"what rank {rank} says of its models: {error}") from error
-    return {rank: known[message] for rank, message in messages.items()}
+    return {rank: parsed[message] for rank, message in messages.items()}
 
 
 def _read_kind(reader: documents.DocumentReader, value: Any, where: str) -> Entry:
@@ -869,9 +873,9 @@ def _read_names(reader: documents.DocumentReader, value: Any, where: str) -> Meg
     return MegatronNames(ranks, layers, num_experts, stack)
 
 
-def _check_fields(value: Any, of: type, where: str) -> dict[str, Any]:
+def _check_fields(value: Any, record_type: type, where: str) -> dict[str, Any]:
     """Return a JSON object that has exactly the fields of a dataclass."""
-    expected = {field.name for field in fields(of)}
+    expected = {field.name for field in fields(record_type)}
     if not isinstance(value, dict) or set(value) != expected:
         raise NotationError(f"{where}: {value!r} does not say {', '.join(sorted(expected))}")
     return dict(value)

@@ -137,13 +137,13 @@ def _choose(values: Mapping[str, Any], patterns: Collection[str]) -> Recipe:
 
 def _list_known(recipe: Recipe, patterns: Collection[str]) -> set[str]:
     """Return the names of the other side that a recipe maps from Megatron's."""
-    known: set[str] = set()
+    names: set[str] = set()
     for entry in recipe.names[_MEGATRON].values():
-        known.update(entry.members if isinstance(entry, Fusion) else [entry])
+        names.update(entry.members if isinstance(entry, Fusion) else [entry])
     others, stacks = _unstack(recipe)
     # Recipes begin such names with `*`, for models inside of others.
-    known.update({name.replace("*layers", "model.layers") for name in (*others, *stacks)})
-    return known & set(patterns)
+    names.update({name.replace("*layers", "model.layers") for name in (*others, *stacks)})
+    return names & set(patterns)
 
 
 def _unstack(recipe: Recipe) -> tuple[dict[str, str | Fusion], dict[str, str]]:
@@ -242,8 +242,8 @@ class ModelPair:
             RunError: a rank that does not answer.
         """
         sides = [
-            SideModel(model, of, naming.stacks)
-            for model, of in ((self.source, naming.source), (self.target, naming.target))
+            SideModel(model, side_naming, naming.stacks)
+            for model, side_naming in ((self.source, naming.source), (self.target, naming.target))
         ]
         ties = naming.ties or {}
         if notes[0]:
@@ -270,8 +270,8 @@ class ModelPair:
         descriptions = _gather_sides([_describe_side(side, group) for side in sides], group)
         problems: list[str] = []
         names = [
-            _find_names(side, of, self.num_experts, problems)
-            for side, of in zip(_SIDES, descriptions, strict=True)
+            _find_names(side, description, self.num_experts, problems)
+            for side, description in zip(_SIDES, descriptions, strict=True)
         ]
         _compare_meaning(descriptions, problems)
         hub = _find_hub(descriptions, naming.stacks, problems) if not problems else None
@@ -281,12 +281,16 @@ class ModelPair:
             _name_side(side, names[n], hub, descriptions[1 - n], self.num_experts)
             for n, side in enumerate(sides)
         ]
-        if hub is not None and naming.ties is None and any(of.is_tied for of in descriptions):
+        if (
+            hub is not None
+            and naming.ties is None
+            and any(description.is_tied for description in descriptions)
+        ):
             return named, hub.ties
         if (
             naming.ties is None
             and descriptions[0].is_tied
-            and all(of.config is not None for of in descriptions)
+            and all(description.config is not None for description in descriptions)
         ):
             # Stages of a pipeline have a separate output layer, unlike a single stage.
             return named, {OUTPUT: EMBEDDING}
@@ -472,9 +476,9 @@ def _find_names(
 
 def _compare_meaning(descriptions: Sequence[_SideDescription], problems: list[str]) -> None:
     """Append a problem if two Megatron models use their weights in different ways."""
-    configs = [of.config for of in descriptions]
-    if any(of is None or not of.numbers for of in configs) or any(
-        of.is_named for of in descriptions
+    configs = [description.config for description in descriptions]
+    if any(config is None or not config.numbers for config in configs) or any(
+        description.is_named for description in descriptions
     ):
         return
     for side, own, other in zip(_SIDES, configs, configs[::-1], strict=True):
@@ -491,13 +495,13 @@ def _find_hub(
 ) -> HubNames | None:
     """Return the names on the Hub, or None if names are used as they are."""
     sides = [
-        of
-        for of in descriptions
-        if any("patterns" not in description for description in of.by_rank.values())
+        side
+        for side in descriptions
+        if any("patterns" not in description for description in side.by_rank.values())
     ]
-    others = [of for of in descriptions if of not in sides]
+    others = [side for side in descriptions if side not in sides]
     # Between two Megatron models, names are compared as they are.
-    if len(sides) != 1 or any(of.is_named for of in sides) or stacks:
+    if len(sides) != 1 or any(side.is_named for side in sides) or stacks:
         return None
     config, patterns = sides[0].config, others[0].patterns
     if config is None or not patterns or are_megatron_names(patterns):

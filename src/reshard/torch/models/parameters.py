@@ -220,21 +220,21 @@ class _Lister:
 
     def add_all(self, model: torch.nn.Module | Mapping[str, Any]) -> None:
         """List the tensors of a model that is not Megatron's."""
-        given = dict(model_inputs.tensors_of(model))
-        own_names = list(given)
-        if isinstance(model, torch.nn.Module) and tuple in set(map(type, given.values())):
+        entries = dict(model_inputs.tensors_of(model))
+        own_names = list(entries)
+        if isinstance(model, torch.nn.Module) and tuple in set(map(type, entries.values())):
             # FSDP1 and ZeRO-3 count the ranks of this job, whatever the offset.
             self.first_rank = self._group.find_offset(0)
         for name in own_names:
             if not isinstance(name, str):
                 raise UsageError(f"a tensor named {name!r}; give names that are texts")
         if isinstance(model, model_inputs.LayoutModel) and model.own_names:
-            pairs = ((name, model.own_names.get(name, name)) for name in given)
+            pairs = ((name, model.own_names.get(name, name)) for name in entries)
             own_names = [name if name == own else f"{name}, as {own}" for name, own in pairs]
-        meanings: list[tuple[str, Fusion | None]] = [(name, None) for name in given]
+        meanings: list[tuple[str, Fusion | None]] = [(name, None) for name in entries]
         if self._naming is not None:
-            meanings = list(map(self._find_name, given))
-        values = list(given.values())
+            meanings = list(map(self._find_name, entries))
+        values = list(entries.values())
         columns = None if self._stacks else _KNOWN.read_columns(values)
         samples = self._takes_samples and columns is not None and columns.have_plain
         if columns is not None and not samples and not self.problems:
@@ -306,10 +306,10 @@ class _Lister:
         """Return the kind of a tensor, without a shape if this rank has no part of it."""
         spec = layout = None
         if isinstance(value, tuple):
-            value, given = value
-            if given not in self._shifted:
-                self._shifted[given] = model_manifest.shift_ranks(given, self.first_rank)
-            layout = self._shifted[given]
+            value, unshifted = value
+            if unshifted not in self._shifted:
+                self._shifted[unshifted] = model_manifest.shift_ranks(unshifted, self.first_rank)
+            layout = self._shifted[unshifted]
             if value is None:
                 return model_manifest.Entry("", None, None, layout, fusion=fusion)
         elif isinstance(value, PartitionedTensor):
@@ -324,12 +324,12 @@ class _Lister:
             "", _name_dtype(value.dtype), shape, layout, fusion=fusion, spec=spec
         )
 
-    def _add(self, given: Any, own_name: str, name: str, fusion: Fusion | None) -> None:
-        is_laid = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Layout)
-        value = given[0] if is_laid else given
+    def _add(self, item: Any, own_name: str, name: str, fusion: Fusion | None) -> None:
+        is_laid = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Layout)
+        value = item[0] if is_laid else item
         pattern = member_pattern(name, self._stacks) if self._stacks else None
         if value is None and is_laid:
-            kind = self._describe_kind(own_name, given, fusion)
+            kind = self._describe_kind(own_name, item, fusion)
             if pattern is None or kind.layout is None or not kind.layout.ndim:
                 self._list(name, own_name, kind)
                 return
@@ -345,7 +345,7 @@ class _Lister:
             raise UsageError(
                 f"{own_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
             )
-        if value is given and local_tensors.is_marked(value):
+        if value is item and local_tensors.is_marked(value):
             self.problems.append(
                 f"{own_name}: a part of a tensor, by Megatron's tensor_model_parallel=True, and "
                 "not a whole one; give its module as MegatronModel(module, names or groups=...), "
@@ -354,7 +354,7 @@ class _Lister:
         local = self._local(name, value)
         if local is None:
             return
-        kind = self._describe_kind(own_name, given, fusion)
+        kind = self._describe_kind(own_name, item, fusion)
         if pattern is not None:
             self._add_members(name, own_name, pattern, value, local, kind.layout)
             return

@@ -136,12 +136,12 @@ class RefitTransfer(Transfer):
             and like._partitioning == self._partitioning
             and like._source is self._source
         )
-        known = like if is_known else None
+        reused = like if is_known else None
         contents = [self._fill_batch(kinds, is_known) for kinds in self._kinds]
         self._shared: torch.Tensor | None = None
         # A single exchange allocates only the memory that its messages need.
-        if sum(len(of.stages) + bool(changed_only) for of in contents) > 1:
-            self._shared = known._shared if known is not None and known._group is group else None
+        if sum(len(batch.stages) + bool(changed_only) for batch in contents) > 1:
+            self._shared = reused._shared if reused is not None and reused._group is group else None
             if self._shared is None:
                 self._shared = group.staging_memory(extra_bytes, device)
         exchange = partial(
@@ -154,23 +154,26 @@ class RefitTransfer(Transfer):
         unit: ChangeUnit = "blocks" if changed_only == "blocks" else "elements"
         self._changes: list[ChangeExchange] = []
         batches = []
-        for number, of in enumerate(contents):
-            others = [None] * len(of.stages) if known is None else known.batches[number].exchanges
+        for number, batch in enumerate(contents):
+            others = (
+                [None] * len(batch.stages) if reused is None else reused.batches[number].exchanges
+            )
             exchanges: list[MessageExchange | ChangeExchange] = [
                 exchange(tensors, like=other)
-                for tensors, other in zip(of.stages, others, strict=True)
+                for tensors, other in zip(batch.stages, others, strict=True)
             ]
             if changed_only:
                 near, staged = (
-                    None if rest is None else exchange(rest) for rest in (of.near, of.staged_whole)
+                    None if rest is None else exchange(rest)
+                    for rest in (batch.near, batch.staged_whole)
                 )
                 changes = ChangeExchange(
-                    of.compared, group, device, unit, extra_bytes, self._shared, near, staged
+                    batch.compared, group, device, unit, extra_bytes, self._shared, near, staged
                 )
                 self._changes.append(changes)
                 exchanges.insert(0, changes)
             is_staged = number >= part.buckets
-            batches.append(TransferBatch(exchanges, of.before, of.after, is_staged))
+            batches.append(TransferBatch(exchanges, batch.before, batch.after, is_staged))
         written = target.tensors.values()
         super().__init__(batches, group, written, target.inner, result="the target")
 
@@ -184,19 +187,19 @@ class RefitTransfer(Transfer):
     @property
     def kept_bytes(self) -> int:
         """The memory of the copies or digests of sent elements."""
-        return sum(one.kept_bytes for one in self._changes)
+        return sum(exchange.kept_bytes for exchange in self._changes)
 
     def seems_changed(self) -> bool:
         """Return whether sending all elements in stages is faster, since most have changed.
 
         False if this rank sends tensors that are not staged in such runs: comparing is cheap.
         """
-        return all(one.seems_changed() for one in self._changes)
+        return all(exchange.seems_changed() for exchange in self._changes)
 
     def send_all(self, is_whole: bool) -> None:
         """Set whether runs send all elements if otherwise only changes are sent."""
-        for one in self._changes:
-            one.is_whole = is_whole
+        for exchange in self._changes:
+            exchange.is_whole = is_whole
 
     def list_contents(self) -> Contents:
         """Yield the tensors of the part with their transfers."""
@@ -219,53 +222,53 @@ class RefitTransfer(Transfer):
     def _fill_batch(self, kinds: Iterable[_Kind], is_known: bool) -> _BatchContents:
         """Return the contents of a batch; without tensors that are only sent if `is_known`."""
         # Batches run in order, so all of them use the same memory.
-        found = _BatchContents(self._staging)
+        batch = _BatchContents(self._staging)
         # Transforms and programs first: they take their memory in the same order on each run.
         for kind in sorted(kinds, key=lambda kind: _is_only_exchanged(kind[0][1])):
             first = kind[0][1]
             is_needed = not is_known or self._group.rank in first.change.target.local_shapes
             if is_needed or not _is_only_exchanged(first):
-                self._list(kind, found)
-        return found
+                self._list(kind, batch)
+        return batch
 
-    def _list(self, kind: _Kind, found: _BatchContents) -> None:
+    def _list(self, kind: _Kind, batch: _BatchContents) -> None:
         """Add the tensors or pieces of a kind to a batch."""
         (number, item), rank = kind[0], self._group.rank
         match, dtype = item.match, getattr(torch, item.match.dtype)
         numbers, matches = [number for number, _ in kind], [item.match for _, item in kind]
-        sources = [one.source_view(self._source, rank) for one in matches]
-        targets = [one.target_view(self._target, rank) for one in matches]
+        sources = [match.source_view(self._source, rank) for match in matches]
+        targets = [match.target_view(self._target, rank) for match in matches]
         if match.made_at:
             # It is alone in its kind.
-            source, target = self._stage_transform(match, sources[0], dtype, found)
+            source, target = self._stage_transform(match, sources[0], dtype, batch)
             at = match.target_range
             sources, targets = [source], [target if at is None else at.of(target, rank)]
         ends = sources[0], targets[0], dtype
         if item.chosen.program is not None:
-            self._list_program(number, item.chosen.program, *ends, found)
+            self._list_program(number, item.chosen.program, *ends, batch)
             return
         if item.handed_on:
             stages = [rows for _, rows in item.stages]
             staged = stage_transfers(item.change, stages, item.span, rank, *ends)
-            found.stages[0] += [one._replace(numbers=numbers) for one in staged]
+            batch.stages[0] += [transfers._replace(numbers=numbers) for transfers in staged]
             return
         moved = RankTransfers.of(item.change, item.transfers, rank, *ends)
         moved = moved._replace(sources=sources, targets=targets, numbers=numbers)
         if not (self._changed_only and match.can_be_compared):
-            found.stages[0].append(moved)
+            batch.stages[0].append(moved)
             return
         # Copying memory that ranks share takes a third of the time of a comparison.
         shared = self._group.shared_memory if self._changed_only is True else None
         near, compared = moved.split({rank, *shared.ranks} if shared is not None else set())
-        found.compared += filter(None, [compared])
+        batch.compared += filter(None, [compared])
         if not item.chosen.is_staged_whole:
-            found.stages[0] += filter(None, [near])
+            batch.stages[0] += filter(None, [near])
             return
         # Set it also if this rank is not part of the stages, so that it sends nothing directly.
-        found.near = [*(found.near or ()), *filter(None, [near])]
+        batch.near = [*(batch.near or ()), *filter(None, [near])]
         staged = stage_transfers(item.change, item.whole_stages, item.span, rank, *ends)
-        staged = (one._replace(numbers=numbers) for one in staged)
-        found.staged_whole = [*(found.staged_whole or ()), *staged]
+        staged = (transfers._replace(numbers=numbers) for transfers in staged)
+        batch.staged_whole = [*(batch.staged_whole or ()), *staged]
 
     def _list_program(
         self,
@@ -274,23 +277,23 @@ class RefitTransfer(Transfer):
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         dtype: torch.dtype,
-        found: _BatchContents,
+        batch: _BatchContents,
     ) -> None:
         """Add the steps of a program that move elements, each in its own stage."""
         rank = self._group.rank
         ends = (source, target, dtype, self._device)
-        buffers = ShardBuffers(phases_of(program, rank), rank, *ends, found.allocate)
+        buffers = ShardBuffers(phases_of(program, rank), rank, *ends, batch.allocate)
         for stage, (_, transfers) in enumerate(buffers.transfers()):
-            if stage == len(found.stages):
-                found.stages.append([])
-            found.stages[stage].append(transfers._replace(numbers=[number]))
+            if stage == len(batch.stages):
+                batch.stages.append([])
+            batch.stages[stage].append(transfers._replace(numbers=[number]))
 
     def _stage_transform(
         self,
         match: Match,
         part: torch.Tensor | None,
         dtype: torch.dtype,
-        found: _BatchContents,
+        batch: _BatchContents,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the tensors that a transform's elements are sent from and received in.
 
@@ -300,25 +303,27 @@ class RefitTransfer(Transfer):
         transform, target = self._transforms[name], self._target.get(match.target_name)
         sent = None
         if part is not None:
-            sent = found.allocate(match.source.local_shape(rank) or (), dtype)
+            sent = batch.allocate(match.source.local_shape(rank) or (), dtype)
         if match.made_at == "source":
             # A transform with several outputs runs once for all of them.
-            made = found.made.setdefault((name, match.source_range), {})
+            sent_outputs = batch.made.setdefault((name, match.source_range), {})
             if part is not None and sent is not None:
-                if not made:
-                    found.before.append(partial(transform.finish_receive, name, part, made))
-                made[match.target_name] = sent
+                if not sent_outputs:
+                    batch.before.append(partial(transform.finish_receive, name, part, sent_outputs))
+                sent_outputs[match.target_name] = sent
             return sent, target
         if part is not None and sent is not None:
-            found.before.append(partial(transform.prepare_send, name, part, sent))
-        if target is not None and name not in found.received:
-            received = found.allocate(target.shape, dtype)
+            batch.before.append(partial(transform.prepare_send, name, part, sent))
+        if target is not None and name not in batch.received:
+            received = batch.allocate(target.shape, dtype)
             outputs = {
-                one: self._target[one] for one in transform.outputs(name) if one in self._target
+                output: self._target[output]
+                for output in transform.outputs(name)
+                if output in self._target
             }
-            found.received[name] = received
-            found.after.append(partial(transform.finish_receive, name, received, outputs))
-        return sent, found.received.get(name)
+            batch.received[name] = received
+            batch.after.append(partial(transform.finish_receive, name, received, outputs))
+        return sent, batch.received.get(name)
 
 
 @dataclass(slots=True, eq=False)

@@ -63,16 +63,16 @@ BY_EXCHANGE = TensorMethod()
 def job_of(matches: Iterable[Match]) -> Job:
     """Return tensors as a single job, so that senders are balanced over all of them."""
     # Layers move alike, so equal changes of layouts are computed once.
-    known: dict[tuple[str, int, int], JobItem] = {}
+    cached: dict[tuple[str, int, int], JobItem] = {}
     items = []
-    for one in matches:
+    for match in matches:
         # Equal layouts are the same object.
-        key = one.dtype, id(one.source), id(one.target)
-        like = known.get(key)
-        if like is None:
-            ends = one.source, one.target
-            like = known[key] = JobItem.between_ranks(one.name, as_dtype(one.dtype), *ends)
-        items.append(like.named(one.name))
+        key = match.dtype, id(match.source), id(match.target)
+        item = cached.get(key)
+        if item is None:
+            ends = match.source, match.target
+            item = cached[key] = JobItem.between_ranks(match.name, as_dtype(match.dtype), *ends)
+        items.append(item.named(match.name))
     return Job(items)
 
 
@@ -98,13 +98,15 @@ def choose_methods(
         return (BY_EXCHANGE,) * len(matches)
     if settings.method == "stages":
         return _stage(matches, settings, hosts, (BY_EXCHANGE,) * len(matches))
-    found: list[Program | str] = [_find_program(one, staging_bytes, settings) for one in matches]
+    programs: list[Program | str] = [
+        _find_program(match, staging_bytes, settings) for match in matches
+    ]
     if settings.method == "program":
-        return _require_programs(matches, found)
+        return _require_programs(matches, programs)
     # Only tensors with a program have a choice; the others are exchanged anyway.
     tensors = [
         (LayoutChange(match.source, match.target), as_dtype(match.dtype), program)
-        for match, program in zip(matches, found, strict=True)
+        for match, program in zip(matches, programs, strict=True)
         if isinstance(program, Program)
     ]
     divided: Iterator[tuple[bool, Ways]] = iter(())
@@ -114,8 +116,8 @@ def choose_methods(
         division = divide(tensors, settings.topology or assumed_topology(max(ranks)), _RUN_AS)
         divided = zip(division.by_program, division.ways, strict=True)
     chosen = []
-    exchanged = {why: TensorMethod(None, why) for why in set(found) if isinstance(why, str)}
-    for program in found:
+    exchanged = {why: TensorMethod(None, why) for why in set(programs) if isinstance(why, str)}
+    for program in programs:
         if isinstance(program, str):
             chosen.append(exchanged[program])
             continue
@@ -139,8 +141,8 @@ def _stage(
     if hosts is None or (hosts.hosts == 1 and settings.method != "stages"):
         return chosen
     can_be = [
-        one.program is None and can_be_staged(LayoutChange(match.source, match.target))
-        for match, one in zip(matches, chosen, strict=True)
+        method.program is None and can_be_staged(LayoutChange(match.source, match.target))
+        for match, method in zip(matches, chosen, strict=True)
     ]
     if not any(can_be):
         return chosen
@@ -160,8 +162,8 @@ def _stage(
         TensorMethod(None, f"where all of it travels: {why}", is_staged_whole=True),
     )
     return tuple(
-        one if not can else when_whole if compares and match.can_be_compared else always
-        for match, one, can in zip(matches, chosen, can_be, strict=True)
+        method if not can else when_whole if compares and match.can_be_compared else always
+        for match, method, can in zip(matches, chosen, can_be, strict=True)
     )
 
 
@@ -195,11 +197,11 @@ def _find_program(match: Match, staging_bytes: int, settings: RefitSettings) -> 
 
 
 def _require_programs(
-    matches: Sequence[Match], found: Sequence[Program | str]
+    matches: Sequence[Match], programs: Sequence[Program | str]
 ) -> tuple[TensorMethod, ...]:
     problems = [
         f"{match.name}: {program}"
-        for match, program in zip(matches, found, strict=True)
+        for match, program in zip(matches, programs, strict=True)
         if isinstance(program, str) and program != _EXCHANGED
     ]
     if problems:
@@ -212,7 +214,7 @@ def _require_programs(
         TensorMethod(None, program)
         if isinstance(program, str)
         else TensorMethod(program, "asked for")
-        for program in found
+        for program in programs
     )
 
 

@@ -44,8 +44,8 @@ class TensorMove:
         goes = f"rank {self.sender} -> {self.receiver}"
         if self.sender == self.receiver:
             goes = f"rank {self.sender} keeps"
-        of = "" if self.source_name == self.name else f", of {self.source_name}"
-        return f"{goes}: {self.name}[{box}]{of}, {self.dtype}, {bytes_text(self.size_bytes)}"
+        origin = "" if self.source_name == self.name else f", of {self.source_name}"
+        return f"{goes}: {self.name}[{box}]{origin}, {self.dtype}, {bytes_text(self.size_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,14 @@ class RefitMoves(Sequence[TensorMove]):
 
     def sent_by(self, rank: int) -> tuple[TensorMove, ...]:
         """Return the moves from a rank to other ranks."""
-        return tuple(one for one in self.moves if rank == one.sender != one.receiver)
+        return tuple(move for move in self.moves if rank == move.sender != move.receiver)
 
     def received_by(self, rank: int) -> tuple[TensorMove, ...]:
         """Return the moves to a rank from other ranks."""
-        return tuple(one for one in self.moves if rank == one.receiver != one.sender)
+        return tuple(move for move in self.moves if rank == move.receiver != move.sender)
 
     def __str__(self) -> str:
-        lines = [str(one) for one in self.moves[:_SHOWN]]
+        lines = [str(move) for move in self.moves[:_SHOWN]]
         more = len(self.moves) - _SHOWN
         return "\n".join([*lines, *([f"... {more} more"] if more > 0 else [])])
 

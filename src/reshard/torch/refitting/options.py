@@ -115,10 +115,10 @@ class RefitSettings(Record):
         if self.transforms:
             return None
         tables = (
-            list(given.items()) if isinstance(given, Mapping) else given
-            for given in (self.ties, self.cast, self.buckets)
+            list(table.items()) if isinstance(table, Mapping) else table
+            for table in (self.ties, self.cast, self.buckets)
         )
-        links = [known and known.interning_key() for known in (self.topology, hosts)]
+        links = [topology and topology.interning_key() for topology in (self.topology, hosts)]
         others = self.strict, self.extra_bytes, self.method, bool(self.changed_only), self.quantize
         return (*tables, *links, *others)
 

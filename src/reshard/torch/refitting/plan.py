@@ -124,7 +124,9 @@ class RefitPlan:
     @cached_property
     def job(self) -> Job:
         """The exchanged tensors."""
-        return job_of(one for one, by in self.moves if not by.program and not by.is_staged)
+        return job_of(
+            match for match, method in self.moves if not method.program and not method.is_staged
+        )
 
     @cached_property
     def staged(self) -> StagedJob | None:
@@ -158,8 +160,8 @@ class RefitPlan:
     def batches(self) -> tuple[int, ...]:
         """The batch of every match. Matches that need memory share batches in their order."""
         needed_bytes: dict[str, int] = {}
-        for one, size_bytes in self._staged_bytes.values():
-            name = one.made_of or one.name
+        for match, size_bytes in self._staged_bytes.values():
+            name = match.made_of or match.name
             needed_bytes[name] = needed_bytes.get(name, 0) + size_bytes
         # All pieces of a transformed tensor are in memory at once.
         for name, size_bytes in needed_bytes.items():
@@ -175,10 +177,10 @@ class RefitPlan:
         if not batch_of and buckets == 1:
             return (0,) * len(self.matches)
         return tuple(
-            buckets + batch_of[one.made_of or one.name]
+            buckets + batch_of[match.made_of or match.name]
             if number in self._staged_bytes
-            else self.bucket_of[one.name]
-            for number, one in enumerate(self.matches)
+            else self.bucket_of[match.name]
+            for number, match in enumerate(self.matches)
         )
 
     @cached_property
@@ -189,30 +191,38 @@ class RefitPlan:
         """
         # Filter first: most matches have neither, and there may be very many.
         numbered = [
-            (number, one, chosen)
-            for number, (one, chosen) in enumerate(self.moves)
-            if one.made_at or chosen.program is not None
+            (number, match, chosen)
+            for number, (match, chosen) in enumerate(self.moves)
+            if match.made_at or chosen.program is not None
         ]
-        needed = ((number, one, staging_bytes(one, chosen)) for number, one, chosen in numbered)
-        return {number: (one, of) for number, one, of in needed if one.made_at or of}
+        needed = (
+            (number, match, staging_bytes(match, chosen)) for number, match, chosen in numbered
+        )
+        return {
+            number: (match, size_bytes)
+            for number, match, size_bytes in needed
+            if match.made_at or size_bytes
+        }
 
     @cached_property
     def bucket_of(self) -> dict[str, int]:
         """The bucket of every match that moves straight into the target."""
-        direct = [one for n, one in enumerate(self.matches) if n not in self._staged_bytes]
+        direct = [match for n, match in enumerate(self.matches) if n not in self._staged_bytes]
         if self.buckets is None:
-            return dict.fromkeys([one.name for one in direct], 0)
+            return dict.fromkeys([match.name for match in direct], 0)
         if isinstance(self.buckets, Mapping):
             last = max(self.buckets.values(), default=0)
-            return {one.name: self.buckets.get(one.source_name, last) for one in direct}
+            return {match.name: self.buckets.get(match.source_name, last) for match in direct}
         # All pieces of a tensor are in the same bucket, so the tensor is complete after it.
         size_bytes: dict[str, int] = {}
-        for one in direct:
-            size_bytes[one.target_name] = size_bytes.get(one.target_name, 0) + count_bytes(one)
+        for match in direct:
+            size_bytes[match.target_name] = size_bytes.get(match.target_name, 0) + count_bytes(
+                match
+            )
         # Buckets are larger than asked where there would be too many.
         limit_bytes = max(self.buckets, -(-sum(size_bytes.values()) // _MAX_BUCKETS))
         number_of = schedule.fill_batches(size_bytes, limit_bytes)
-        return {one.name: number_of[one.target_name] for one in direct}
+        return {match.name: number_of[match.target_name] for match in direct}
 
     @property
     def batch_count(self) -> int:
@@ -241,25 +251,27 @@ class RefitPlan:
                     handed_on[item.name] = tuple(others)
             changes |= {item.name: item.change for item in self.staged.job.items}
         # A transform at the source creates all of its outputs in a single call.
-        made = {m.made_of for m in self.matches if m.made_at == "source" and m.name in transfers}
+        transformed = {
+            m.made_of for m in self.matches if m.made_at == "source" and m.name in transfers
+        }
         items = []
         spans, no_span = self.spans, schedule.PipelineSpan()
-        for (one, chosen), batch in zip(self.moves, self.batches, strict=True):
-            name = one.name
+        for (match, chosen), batch in zip(self.moves, self.batches, strict=True):
+            name = match.name
             moving = transfers.get(name)
             if (
                 moving is None
-                and one.made_of not in made
+                and match.made_of not in transformed
                 and not any(map(len, when_whole.get(name, ())))
-                and rank not in one.target.local_shapes
+                and rank not in match.target.local_shapes
                 and (chosen.program is None or rank not in chosen.program.source.mesh.devices)
             ):
                 continue
             if moving is None:
-                moving = Transfers.none(len(one.source.shape))
-            change = changes.get(name) or LayoutChange(one.source, one.target)
+                moving = Transfers.none(len(match.source.shape))
+            change = changes.get(name) or LayoutChange(match.source, match.target)
             rest = handed_on.get(name, ()), when_whole.get(name, ()), spans.get(name, no_span)
-            items.append(PartItem(one, change, moving, batch, chosen, *rest))
+            items.append(PartItem(match, change, moving, batch, chosen, *rest))
         # All batches share one arena, which must be as large as the fullest of them needs.
         filled_bytes = [0] * self.batch_count
         for number, (_, size_bytes) in self._staged_bytes.items():

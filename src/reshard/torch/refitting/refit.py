@@ -263,9 +263,11 @@ class Refit:
             if match.made_at == "target" and match.made_of in target.locals:
                 name, transform = match.made_of, self._transforms[match.made_of]
                 outputs = transform.outputs(name)
-                made = {one: target.locals[one] for one in outputs if one in target.locals}
+                local_outputs = {
+                    output: target.locals[output] for output in outputs if output in target.locals
+                }
                 whole = match.target if match.target_range is None else match.target_range.whole
-                transform.check(name, whole, group.rank, made)
+                transform.check(name, whole, group.rank, local_outputs)
         transfer = RefitTransfer(
             self._part,
             source,
@@ -285,13 +287,13 @@ class Refit:
         ties, group = self._settings.ties, self._group
         if not ties:
             return (), ()
-        known: tuple[set[str], tuple[tied_sources.DistantPair, ...]] = (set(), ())
+        tied: tuple[set[str], tuple[tied_sources.DistantPair, ...]] = (set(), ())
         if self._whole is not None:
-            known = {match.source_name for match in self._whole.matches}, self._whole.tied
+            tied = {match.source_name for match in self._whole.matches}, self._whole.tied
         # With centralized planning only the first rank knows all tensors.
         if self._settings.planning == "centralized":
-            known = share(known, group.ranks[0], group)
-        used, distant = known
+            tied = share(tied, group.ranks[0], group)
+        used, distant = tied
         uncompared = tied_sources.describe_uncompared(distant)
         if uncompared and group.rank == group.ranks[0]:
             warnings.warn(uncompared, stacklevel=2)
@@ -418,7 +420,7 @@ class Refit:
     def complete_names(self) -> tuple[tuple[str, ...], ...]:
         """By batch, the target's tensors on this rank that are complete after it."""
         part = self._part
-        return list_complete_names([(one.batch, one.match) for one in part.items], part.batches)
+        return list_complete_names([(item.batch, item.match) for item in part.items], part.batches)
 
     @cached_property
     def batch_of(self) -> dict[str, int]:
@@ -430,10 +432,10 @@ class Refit:
     @cached_property
     def source_names(self) -> tuple[tuple[str, ...], ...]:
         """By batch, the source's tensors on this rank that are read in it."""
-        found = [dict[str, None]() for _ in range(self._part.batches)]
+        names = [dict[str, None]() for _ in range(self._part.batches)]
         for item in self._part.items:
-            found[item.batch][item.match.source_name] = None
-        return tuple(map(tuple, found))
+            names[item.batch][item.match.source_name] = None
+        return tuple(map(tuple, names))
 
     @property
     def batch_sent_bytes(self) -> tuple[int, ...]:

@@ -156,9 +156,9 @@ class BlockQuantized(Transform):
         self, name: str, source: Layout, targets: Mapping[str, tuple[str, Layout]]
     ) -> Mapping[str, Layout] | str:
         """Return the source's layout in elements and in blocks, if no block spans ranks."""
-        if any(made not in targets for made in self.outputs(name)):
+        if any(output not in targets for output in self.outputs(name)):
             return "the target has no scales"
-        (dtype, _), (scales, in_scales) = (targets[made] for made in self.outputs(name))
+        (dtype, _), (scales, in_scales) = (targets[output] for output in self.outputs(name))
         if not (_is_float8(dtype) and as_dtype(scales).name.startswith("float")):
             return f"the target is {dtype} with scales of {scales}"
         blocks = in_blocks(source, self.block)
@@ -190,10 +190,10 @@ class BlockQuantized(Transform):
         self, name: str, layout: Layout, rank: int, target: Mapping[str, torch.Tensor]
     ) -> None:
         """Raise ShardError for blocks that span ranks, and for scales of another shape."""
-        missing = [made for made in self.outputs(name) if made not in target]
+        missing = [output for output in self.outputs(name) if output not in target]
         if missing:
             raise ShardError(f"{name}: quantised, but this rank has no {missing[0]!r}")
-        values, scales = (target[made] for made in self.outputs(name))
+        values, scales = (target[output] for output in self.outputs(name))
         if values.ndim < 2 or not _is_float8(as_dtype(values.dtype).name):
             raise ShardError(
                 f"{name}: {values.dtype} of shape {list(values.shape)} cannot be quantised in "
@@ -237,14 +237,16 @@ class BlockQuantized(Transform):
         self, name: str, received: torch.Tensor, target: Mapping[str, torch.Tensor]
     ) -> None:
         """Quantize the received elements, a row of blocks at a time."""
-        values, scales = (target[made] for made in self.outputs(name))
+        values, scales = (target[output] for output in self.outputs(name))
         greatest = torch.finfo(values.dtype).max
         rows, columns = self.block
         for begin in range(0, received.shape[-2], rows):
             # Process a row of blocks at a time, so that only that much is in float32 at once.
             part = received[..., begin : begin + rows, :].to(torch.float32, copy=True)
-            found = scale_blocks(part, columns, greatest, lambda block: block.amax(dim=(-2, -1)))
-            for column, scale in enumerate(found):
+            block_scales = scale_blocks(
+                part, columns, greatest, lambda block: block.amax(dim=(-2, -1))
+            )
+            for column, scale in enumerate(block_scales):
                 scales[..., begin // rows, column] = scale
             values[..., begin : begin + rows, :] = part.to(values.dtype)
 

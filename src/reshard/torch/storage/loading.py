@@ -94,15 +94,15 @@ def load(
 
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
-    given = dict(tensors_of(target))
-    tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
+    entries = dict(tensors_of(target))
+    tensors = {name: t for name, t in entries.items() if isinstance(t, torch.Tensor)}
     # Parameters that FSDP1 stores in flat parameters; this rank may have no part of some.
     flat = {
         name: value
-        for name, value in given.items()
+        for name, value in entries.items()
         if isinstance(target, torch.nn.Module) and isinstance(value, tuple)
     }
-    prefix = _find_prefix(checkpoint, given)
+    prefix = _find_prefix(checkpoint, entries)
     _check_fit(checkpoint, prefix, tensors, flat, strict)
     if isinstance(target, torch.nn.Module) and (problem := find_copies(target)):
         raise ShardError(f"{problem}; nothing was written")
@@ -143,7 +143,7 @@ def load(
         # DTensor has a version of its own, which writes to its local tensor do not change.
         torch.autograd.graph.increment_version([written[name], locals_[name]])
     forget_cached()
-    filled = {prefix + name for name in given}
+    filled = {prefix + name for name in entries}
     unused = tuple(name for name in checkpoint.tensors if name not in filled)
     return LoadReport(len(tensors) + len(flat), local_bytes, unused, prefix)
 
@@ -164,23 +164,25 @@ def _find_write_problems(local: torch.Tensor) -> Iterator[str]:
         yield str(error)
 
 
-def _find_prefix(checkpoint: Checkpoint, given: Collection[str]) -> str:
+def _find_prefix(checkpoint: Checkpoint, names: Collection[str]) -> str:
     """Return the prefix of the target's names in a training checkpoint; empty for none.
 
     Raises:
         ShardError: several models with these names, or a prefix that trainers do not use.
     """
-    if all(name in checkpoint.tensors for name in given):
+    if all(name in checkpoint.tensors for name in names):
         return ""
     training = _list_training_state(checkpoint)
-    found = find_prefixes({*given}, [name for name in checkpoint.tensors if name not in training])
-    if "" in found or not found:
+    prefixes = find_prefixes(
+        {*names}, [name for name in checkpoint.tensors if name not in training]
+    )
+    if "" in prefixes or not prefixes:
         return ""
-    first, *others = sorted(found, key=lambda prefix: not is_trainer_prefix(prefix))
+    first, *others = sorted(prefixes, key=lambda prefix: not is_trainer_prefix(prefix))
     if others or not is_trainer_prefix(first):
         shown = [first, *others][:_FEW]
-        listed = ", ".join(f"{prefix}* ({found[prefix]} tensors)" for prefix in shown)
-        more = f" and {len(found) - _FEW} others" if len(found) > _FEW else ""
+        listed = ", ".join(f"{prefix}* ({prefixes[prefix]} tensors)" for prefix in shown)
+        more = f" and {len(prefixes) - _FEW} others" if len(prefixes) > _FEW else ""
         raise ShardError(
             f"{checkpoint.folder} has the target's names after a prefix: {listed}{more}; choose "
             f"one: reshard.checkpoint.open(path, select={first.removesuffix('.')!r}). Nothing was "
@@ -203,23 +205,23 @@ def _check_fit(
     flat: Mapping[str, tuple[torch.Tensor | None, Layout]],
     strict: bool,
 ) -> None:
-    given = {prefix + name: name for name in (*tensors, *flat)}
-    missing = [stored for stored in given if stored not in checkpoint.tensors]
-    others = [stored for stored in checkpoint.tensors if strict and stored not in given]
+    own_names = {prefix + name: name for name in (*tensors, *flat)}
+    missing = [stored for stored in own_names if stored not in checkpoint.tensors]
+    others = [stored for stored in checkpoint.tensors if strict and stored not in own_names]
     if prefix and others:
         training = _list_training_state(checkpoint)
         others = [stored for stored in others if stored not in training]
     problems = [
-        f"{given[stored]}: {problem}"
-        for stored in given
+        f"{own_names[stored]}: {problem}"
+        for stored in own_names
         if stored in checkpoint.tensors
-        for problem in _find_misfits(checkpoint[stored], given[stored], tensors, flat)
+        for problem in _find_misfits(checkpoint[stored], own_names[stored], tensors, flat)
     ]
     count = len(problems) + len(missing) + len(others)
     if not count:
         return
     problems = [
-        *_describe_missing(checkpoint, missing, given),
+        *_describe_missing(checkpoint, missing, own_names),
         *_describe_others(others),
         *problems,
     ]
@@ -251,18 +253,18 @@ def _find_misfits(
 
 
 def _describe_missing(
-    checkpoint: Checkpoint, missing: Sequence[str], given: Mapping[str, str]
+    checkpoint: Checkpoint, missing: Sequence[str], own_names: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield the tensors missing from the checkpoint; a single line if it has other names."""
     unreadable = [stored for stored in missing if stored in checkpoint.unreadable]
     absent = [stored for stored in missing if stored not in checkpoint.unreadable]
     for stored in unreadable:
-        yield f"{given[stored]}: cannot be read, it is {checkpoint.unreadable[stored]}"
-    if len(absent) <= _FEW or 2 * len(absent) <= len(given):
-        yield from (f"{given[stored]}: not in the checkpoint" for stored in absent)
+        yield f"{own_names[stored]}: cannot be read, it is {checkpoint.unreadable[stored]}"
+    if len(absent) <= _FEW or 2 * len(absent) <= len(own_names):
+        yield from (f"{own_names[stored]}: not in the checkpoint" for stored in absent)
         return
     stored_name = next(iter(checkpoint.tensors), None)
-    outer = given[absent[0]].partition(".")[0] + "."
+    outer = own_names[absent[0]].partition(".")[0] + "."
     if all(stored.removeprefix(outer) in checkpoint.tensors for stored in absent):
         remedy = f"the checkpoint has them without {outer!r}: load that submodule"
     else:
@@ -272,8 +274,8 @@ def _describe_missing(
             "hf` writes the names of transformers"
         )
     yield (
-        f"{len(absent)} of the target's {len(given)} names, such as {given[absent[0]]!r}, are not "
-        f"in the checkpoint, whose names are such as {stored_name!r}; {remedy}"
+        f"{len(absent)} of the target's {len(own_names)} names, such as {own_names[absent[0]]!r}, are "
+        f"not in the checkpoint, whose names are such as {stored_name!r}; {remedy}"
     )
 
 

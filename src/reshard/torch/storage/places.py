@@ -142,7 +142,7 @@ def find_places(write_plan: WritePlan, plans: Sequence[SavePlan], folder: str) -
         file.stored.name: (file.stored.size_bytes, bool(file.checked_ranges))
         for file in write_plan.files
     }
-    found = []
+    rank_places = []
     cells: dict[tuple[str, int], dict[Box, int]] = {}
     for rank, plan in enumerate(plans):
         places: list[WritePlace | None] = []
@@ -154,8 +154,8 @@ def find_places(write_plan: WritePlan, plans: Sequence[SavePlan], folder: str) -
             places.append(
                 _find_place(tensor, rank, find_box(item), files, write_plan.format, cells)
             )
-        found.append(RankPlaces(folder, rank, tuple(places)))
-    return found
+        rank_places.append(RankPlaces(folder, rank, tuple(places)))
+    return rank_places
 
 
 def _find_place(

@@ -114,13 +114,13 @@ def torch_type(dtype: DType, name: str) -> torch.dtype:
     Raises:
         UsageError: PyTorch has no such dtype.
     """
-    found = getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype.name, None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise UsageError(
             f"tensor {name!r} is {dtype.name}, a type that PyTorch does not have; leave it out of "
             "the state dict, or convert the checkpoint to another type"
         )
-    return found
+    return torch_dtype
 
 
 def _describe_tensor(tensor: StoredTensor) -> TensorStorageMetadata:
@@ -464,12 +464,12 @@ def _list_part_reads(
     read: _TensorRead, whole: torch.Tensor, max_bytes: int, *, is_hull: bool = False
 ) -> list[_PartRead]:
     """Return the reads of a tensor, in pieces of limited size; in the file if `is_hull`."""
-    found: list[tuple[Region | None, torch.Tensor]] = []
+    pieces: list[tuple[Region | None, torch.Tensor]] = []
     for part in read.parts:
         inside = map(slice, part.start, part.stop)
-        found += _split(part, whole[(*inside, ...)], max_bytes, is_hull=is_hull)
-    found = found or [(None, whole)]
-    return [_PartRead(read, region, target, whole, len(found)) for region, target in found]
+        pieces += _split(part, whole[(*inside, ...)], max_bytes, is_hull=is_hull)
+    pieces = pieces or [(None, whole)]
+    return [_PartRead(read, region, target, whole, len(pieces)) for region, target in pieces]
 
 
 def _run(

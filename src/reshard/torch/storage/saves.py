@@ -229,11 +229,11 @@ class RankUpload(filesystem.Closing):
         if key not in self._awaited:
             return
         self._checksums.contribute(file, start_bytes, checksum, seen_bytes)
-        found = self._checksums.of(file, start_bytes)
+        complete = self._checksums.of(file, start_bytes)
         # Two threads that write the last boxes of a range may both see its complete checksum.
         with self._lock:
-            if found is not None and not self._awaited[key].done():
-                self._awaited[key].set_result(found)
+            if complete is not None and not self._awaited[key].done():
+                self._awaited[key].set_result(complete)
 
     def finish(self) -> None:
         """Wait until everything is written and uploaded.

@@ -152,8 +152,8 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             except UsageError:
                 return False
             return True
-        found = next((path for path in Path(text).absolute().parents if path.exists()), None)
-        return found is not None and os.access(found, os.W_OK)
+        parent = next((path for path in Path(text).absolute().parents if path.exists()), None)
+        return parent is not None and os.access(parent, os.W_OK)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save, at another location if `checkpoint_id` is given."""
@@ -215,10 +215,10 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
                 for of_rank, files in zip(places, own, strict=True)
             ]
         else:
-            kept = FolderSave(self.path, write_plan, sync_files=self.sync_files)
-            self._save = kept
-            kept.begin()
-            places = find_places(write_plan, plans, str(kept.folder))
+            folder_save = FolderSave(self.path, write_plan, sync_files=self.sync_files)
+            self._save = folder_save
+            folder_save.begin()
+            places = find_places(write_plan, plans, str(folder_save.folder))
         self._write_plan = write_plan
         return [
             dataclasses.replace(plan, storage_data=of_rank)
@@ -354,8 +354,8 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         # 1. Values that are not tensors: in the ranks' files, or sent with the ranks' results.
         items, extra = {}, {}
         contents: dict[str, bytes] = {}
-        for rank, found in enumerate(results):
-            for result in found:
+        for rank, rank_results in enumerate(results):
+            for result in rank_results:
                 value: WrittenItem = result.storage_data
                 if result.index.fqn not in write_plan.tensors:
                     place = FileRange(value.file, value.start_bytes)
@@ -438,12 +438,12 @@ def _names(places: RankPlaces) -> set[str]:
 
 
 def _find_checksum(checksums: RangeChecksums, file: str, start_bytes: int, size_bytes: int) -> int:
-    found = checksums.of(file, start_bytes)
-    if found is None:
+    checksum = checksums.of(file, start_bytes)
+    if checksum is None:
         raise RunError(
             f"no rank wrote all of the {size_bytes} bytes of {file} at {start_bytes}; save again"
         )
-    return found
+    return checksum
 
 
 def _write_box(task: _TensorWrite, memory: AlignedBuffer, *, targets: OpenFiles[TargetFile]) -> Any:
