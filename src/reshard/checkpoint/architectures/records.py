@@ -99,8 +99,8 @@ def _choose_class(config: Mapping[str, Any], record: Mapping[str, Any]) -> str |
     named = config.get("architectures")
     if isinstance(named, list) and named:
         return next((name for name in named if name in record["classes"]), None)
-    known = record["classes"]
-    return next((name for end in _USUAL for name in known if name.endswith(end)), None)
+    classes = record["classes"]
+    return next((name for end in _USUAL for name in classes if name.endswith(end)), None)
 
 
 def _with_defaults(config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,9 @@ class _Expected(NamedTuple):
         expected = (
             (self.tensors.get(value), shapes[called]) for value, called in self.given.items()
         )
-        return sum(known is not None and not _fits(own, known) for known, own in expected)
+        return sum(
+            recorded is not None and not _fits(actual, recorded) for recorded, actual in expected
+        )
 
 
 def _expect(
@@ -178,19 +180,19 @@ def _expect(
     optional = []
     rows = frozenset(form)
     for row in (record["rows"][number] for number in sorted(rows)):
-        made = list_row(row, config)
-        if made is None:
+        row_tensors = list_row(row, config)
+        if row_tensors is None:
             optional.append(_compile(row[0]))
         else:
-            tensors.update(made)
-    given = {called: called for called in shapes if called in tensors}
+            tensors.update(row_tensors)
+    stored = {called: called for called in shapes if called in tensors}
     for called in shapes:
-        if called not in given:
+        if called not in stored:
             name = _with_prefix(called, prefix, tensors)
             # If two names stand for the same tensor, the second is reported as unknown.
-            given[called if name in given else name] = called
+            stored[called if name in stored else name] = called
     is_exact = all(is_closed(record["rows"][number]) for number in rows)
-    return _Expected(tensors, tuple(optional), rows, given, is_exact)
+    return _Expected(tensors, tuple(optional), rows, stored, is_exact)
 
 
 def _compare(
@@ -202,15 +204,15 @@ def _compare(
 ) -> TensorDifferences:
     """Compare tensors with the tensors of a form of a class."""
     own = record["classes"][name]
-    tensors, given = expected.tensors, expected.given
+    tensors, stored = expected.tensors, expected.given
     missing, unknown = expected.missing, expected.unknown
     if missing or unknown:
         ties = [tuple(map(_compile, pair)) for pair in own["ties"]]
         # If the form has the first tensor of a pair, the config does not tie it: it must be stored.
         tied = [pair for pair in ties if not any(map(pair[0].fullmatch, tensors))]
-        missing = [name for name in missing if not _is_tied(name, given, tied)]
-        known = [*itertools.chain.from_iterable(ties)]
-        unknown = [name for name in unknown if not any(p.fullmatch(name) for p in known)]
+        missing = [name for name in missing if not _is_tied(name, stored, tied)]
+        patterns = [*itertools.chain.from_iterable(ties)]
+        unknown = [name for name in unknown if not any(p.fullmatch(name) for p in patterns)]
     others = _list_other_patterns(record, expected.rows, prefix) if unknown else []
     ignores = [re.compile(expression) for expression in own["ignored"]]
 
@@ -218,22 +220,22 @@ def _compare(
         """Return whether the class ignores a tensor, or another class of the model type has it."""
         if any(expression.search(name) for expression in ignores):
             return True
-        names = {name, given[name], prefix + name, name.removeprefix(prefix)}
+        names = {name, stored[name], prefix + name, name.removeprefix(prefix)}
         return any(pattern.fullmatch(called) for pattern in others for called in names)
 
     ignored = {name for name in unknown if is_ignored(name)}
     return TensorDifferences(
         f"the record of {name} of transformers {record['transformers']}",
         tuple(sorted((name, _closed(tensors[name])) for name in missing)),
-        tuple(sorted(given[name] for name in unknown if name not in ignored)),
+        tuple(sorted(stored[name] for name in unknown if name not in ignored)),
         tuple(
             sorted(
                 (called, tuple(shapes[called]), tuple(n or 0 for n in tensors[value]))
-                for value, called in given.items()
+                for value, called in stored.items()
                 if value in tensors and not _fits(shapes[called], tensors[value])
             )
         ),
-        tuple(sorted(given[item] for item in ignored)),
+        tuple(sorted(stored[item] for item in ignored)),
     )
 
 
@@ -285,12 +287,12 @@ def _with_prefix(name: str, prefix: str, expected: Mapping[str, Any]) -> str:
 
 
 def _is_tied(
-    name: str, given: Mapping[str, str], ties: Iterable[tuple[re.Pattern[str], ...]]
+    name: str, stored: Mapping[str, str], ties: Iterable[tuple[re.Pattern[str], ...]]
 ) -> bool:
     """Return whether a tensor is stored under another name, to which it is tied."""
     for pair in ties:
         if any(value.fullmatch(name) for value in pair):
-            return any(value.fullmatch(other) for value in pair for other in given)
+            return any(value.fullmatch(other) for value in pair for other in stored)
     return False
 
 
@@ -309,7 +311,8 @@ def _list_other_patterns(
 
 def _fits(shape: Shape, expected: tuple[int | None, ...]) -> bool:
     return len(shape) == len(expected) and all(
-        wanted is None or length == wanted for length, wanted in zip(shape, expected, strict=True)
+        expected_length is None or length == expected_length
+        for length, expected_length in zip(shape, expected, strict=True)
     )
 
 

@@ -206,14 +206,14 @@ class WholeTensors:
 
         Raises FormatError if ranks have different dtypes or shapes.
         """
-        known = self.tensors.setdefault(name, (dtype, place.shape, label, []))
-        if known[:2] != (dtype, place.shape):
+        entry = self.tensors.setdefault(name, (dtype, place.shape, label, []))
+        if entry[:2] != (dtype, place.shape):
             raise FormatError(
                 f"{label} has a part of {name!r}, {dtype.name} {list(place.shape)} in all, where "
-                f"{known[2]} has one of {known[0].name} {list(known[1])}; they are of "
+                f"{entry[2]} has one of {entry[0].name} {list(entry[1])}; they are of "
                 "different saves"
             )
-        known[3].extend(place.place(block))
+        entry[3].extend(place.place(block))
 
     def stored(self, slots: int) -> Mapping[str, StoredTensor]:
         """Return the tensors over `slots` ranks.

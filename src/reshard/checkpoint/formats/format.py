@@ -290,12 +290,12 @@ def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkp
     folder = checkpoint.folder
     # An empty file, as a rank without tensors has, may be in no metadata.
     written = {file.name: file.size_bytes for file in manifest.files if file.size_bytes}
-    found = {file.name: file.size_bytes for file in checkpoint.files if file.size_bytes}
+    present = {file.name: file.size_bytes for file in checkpoint.files if file.size_bytes}
     # Files first: if sizes differ, so do the files, whatever their headers contain.
-    for name in sorted({*written, *found}):
-        if written.get(name) != found.get(name):
+    for name in sorted({*written, *present}):
+        if written.get(name) != present.get(name):
             raise CheckpointError(
-                f"{folder / name} has {found.get(name, 'no')} bytes, the manifest says "
+                f"{folder / name} has {present.get(name, 'no')} bytes, the manifest says "
                 f"{written.get(name, 'none')}; the files were replaced after the checkpoint was "
                 f"written. If that was meant, delete {folder / MANIFEST_NAME}"
             )

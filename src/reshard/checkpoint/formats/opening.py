@@ -90,7 +90,7 @@ def open_checkpoint(
     allowed = parse_allowed(allow, (DIFFERING_COPIES,))
     try:
         place = as_path(path)
-        found = _open(place, _source_cut(place, mesh, rules, recipe))
+        checkpoint = _open(place, _source_cut(place, mesh, rules, recipe))
     except OSError as error:
         where = str(error.filename or path)
         remedy = "give this user access"
@@ -100,8 +100,8 @@ def open_checkpoint(
         raise CheckpointError(
             f"cannot read {where}: {error.strerror}; {remedy}, or give another path"
         ) from error
-    release_freed_memory(len(found.tensors))
-    return found.replace(check_copies=check_copies, allowed=allowed)
+    release_freed_memory(len(checkpoint.tensors))
+    return checkpoint.replace(check_copies=check_copies, allowed=allowed)
 
 
 def _source_cut(
@@ -245,9 +245,9 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
     """Add the other files of the folder, and the list of files that are left out."""
     folder = checkpoint.folder
     own = {file.name for file in checkpoint.files} | {MANIFEST_NAME}
-    known = find_format(checkpoint.format)
-    carries_weights = known is not None and known.carries_weights
-    own.update(known.own_files(checkpoint) if known is not None else ())
+    checkpoint_format = find_format(checkpoint.format)
+    carries_weights = checkpoint_format is not None and checkpoint_format.carries_weights
+    own.update(checkpoint_format.own_files(checkpoint) if checkpoint_format is not None else ())
     carried, left_out = [], list(checkpoint.left_out)
     for parent, folders, files in walk_folder(folder):
         # In place: only the folders that stay in the list are entered.

@@ -184,9 +184,9 @@ def complete_group(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, A
     own = {*keys}
     optimizer = next(
         (
-            known
-            for known in _OPTIMIZERS
-            if known.keys <= own and (not known.signs or known.signs & group.keys())
+            candidate
+            for candidate in _OPTIMIZERS
+            if candidate.keys <= own and (not candidate.signs or candidate.signs & group.keys())
         ),
         None,
     )

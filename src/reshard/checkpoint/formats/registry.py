@@ -181,7 +181,7 @@ def register_format(format: CheckpointFormat) -> None:
 
     if not isinstance(format, CheckpointFormat):
         raise UsageError(f"the format {format!r}; give an instance of a class of CheckpointFormat")
-    if any(format.name == known.name for known in all_formats()):
+    if any(format.name == other.name for other in all_formats()):
         raise UsageError(f"there is a format {format.name!r} already; choose another name")
     _registered.append(format)
 

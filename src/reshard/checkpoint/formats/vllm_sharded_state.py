@@ -163,8 +163,10 @@ def _expect_all_parts(path: Path, names: list[str]) -> None:
         if match is not None:
             key = _file_key(name)
             parts.setdefault(key[:-1], set()).add(key[-1])
-    wanted = itertools.product(*(range(1 + max(each)) for each in zip(*parts, strict=False)))
-    for rank in wanted:
+    expected_ranks = itertools.product(
+        *(range(1 + max(each)) for each in zip(*parts, strict=False))
+    )
+    for rank in expected_ranks:
         own = parts.get(rank, set())
         missing = min({*range(1 + max(own, default=0))} - own, default=None)
         if missing is not None:

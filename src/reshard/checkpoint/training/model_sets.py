@@ -132,11 +132,11 @@ def find_model_sets(
         if not is_auxiliary(name):
             kinds.setdefault(_kind_of(name), []).append(name)
     ends = _group_by_end(kinds)
-    found = _find_twins(kinds, ends, is_of_model, own_words)
+    prefixes = _find_twins(kinds, ends, is_of_model, own_words)
     sets = {
         prefix: [name for kind in kinds if kind.startswith(prefix) for name in kinds[kind]]
-        for prefix in sorted(found, key=lambda item: (len(item), item))
-        if not any(other and prefix != other and prefix.startswith(other) for other in found)
+        for prefix in sorted(prefixes, key=lambda item: (len(item), item))
+        if not any(other and prefix != other and prefix.startswith(other) for other in prefixes)
     }
     if "" in sets:
         others = {name for prefix, names in sets.items() if prefix for name in names}
@@ -215,11 +215,11 @@ Choose one with --select net or --select net_ema, or keep net with --exclude 'ne
     )
     named = [prefix for prefix in sets if prefix]
     choice = " or ".join(f"--select {prefix}" for prefix in named[:_MAX_LISTED])
-    kept = "" if "" in sets else named[0]
-    others = " ".join(f"--exclude '{prefix}.*'" for prefix in named if prefix != kept)
+    chosen = "" if "" in sets else named[0]
+    others = " ".join(f"--exclude '{prefix}.*'" for prefix in named if prefix != chosen)
     return (
         f"{len(sets)} models whose tensors would take the same names: {listed}. Choose one with "
-        f"{choice}, or keep {kept or 'names without a prefix'} with {others}"
+        f"{choice}, or keep {chosen or 'names without a prefix'} with {others}"
     )
 
 
@@ -269,7 +269,7 @@ def _find_twins(
         prefix: sum(kind.startswith(prefix) for kind in kinds)
         for prefix in {prefix for pair in shared for prefix in pair}
     }
-    found = set[str]()
+    twins = set[str]()
     for pair, common in shared.items():
         totals = [counts[prefix] for prefix in pair]
         if "" in pair:
@@ -280,10 +280,10 @@ def _find_twins(
             # Names in single layers end alike too, such as `weight`.
             is_layer = not any("." in end for end in common)
             if not is_layer or 10 * sum(kind.startswith(pair) for kind in kinds) >= 9 * len(kinds):
-                found.update(pair)
+                twins.update(pair)
     # Models make up most of a checkpoint. If only a few names end alike, they are in modules.
-    covered = sum(any(kind.startswith(prefix) for prefix in found) for kind in kinds)
-    return found if 2 * covered > len(kinds) else set()
+    covered = sum(any(kind.startswith(prefix) for prefix in twins) for kind in kinds)
+    return twins if 2 * covered > len(kinds) else set()
 
 
 def _has_evidence(

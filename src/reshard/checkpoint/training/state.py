@@ -286,14 +286,14 @@ class _StateBuilder:
     def _names_under(self, prefix: str) -> dict[str, str]:
         """Return the tensors with a prefix outside of optimizers, by bare names."""
         if prefix not in self.by_prefix:
-            found: dict[str, str] = {}
+            names: dict[str, str] = {}
             for name in self.outside:
                 if not name.startswith(prefix) or is_auxiliary(name):
                     continue
                 bare = bare_name(name[len(prefix) :])
                 # If two names differ in wrappers only, the second keeps its wrappers.
-                found[bare if bare not in found else name[len(prefix) :]] = name
-            self.by_prefix[prefix] = found
+                names[bare if bare not in names else name[len(prefix) :]] = name
+            self.by_prefix[prefix] = names
         return self.by_prefix[prefix]
 
     def _choose_prefix(self, guesses: Sequence[str]) -> dict[str, str]:
@@ -303,31 +303,34 @@ class _StateBuilder:
         for guess in guesses[:4]:
             bare = bare_name(guess)
             for name in self.outside:
-                own = bare_name(name)
-                if own == bare or not own.endswith(f".{bare}"):
+                candidate = bare_name(name)
+                if candidate == bare or not candidate.endswith(f".{bare}"):
                     continue
-                prefix = own[: -len(bare)]
+                prefix = candidate[: -len(bare)]
                 if _is_optimizer_word(prefix.partition(".")[0]):
                     continue
                 # `prefix` lacks the wrappers that the name may have: add them again.
                 candidates += [p for p in (_widen(name, prefix),) if p not in candidates]
         if len(candidates) == 1 and not guesses:
             candidates += _common_prefix(self.outside)
-            found = candidates[-1]
+            chosen = candidates[-1]
         else:
-            wanted = {bare_name(guess) for guess in guesses}
+            bare_guesses = {bare_name(guess) for guess in guesses}
             # Copies of the weights, such as moving averages, have other prefixes: among equals,
             # prefer the prefix of a model.
-            found = max(
+            chosen = max(
                 candidates,
-                key=lambda p: (len(wanted & self._names_under(p).keys()), p in MODEL_PREFIXES),
+                key=lambda p: (
+                    len(bare_guesses & self._names_under(p).keys()),
+                    p in MODEL_PREFIXES,
+                ),
             )
-            if not wanted & self._names_under(found).keys():
+            if not bare_guesses & self._names_under(chosen).keys():
                 # The checkpoint has the optimizer's state, but not its weights.
                 return {}
-        if found not in self.prefixes:
-            self.prefixes.append(found)
-        return self._names_under(found)
+        if chosen not in self.prefixes:
+            self.prefixes.append(chosen)
+        return self._names_under(chosen)
 
     def _add_named(self, entries: Mapping[str, str]) -> None:
         split = {
@@ -337,11 +340,11 @@ class _StateBuilder:
             parameter for parameter, key in split.values() if key in _KEYS and parameter
         )
         weights = self._choose_prefix([*guesses])
-        known = {**weights, **{bare_name(guess): guess for guess in guesses}}
+        parameters = {**weights, **{bare_name(guess): guess for guess in guesses}}
         for name, (parameter, key) in split.items():
             bare = bare_name(parameter)
-            if bare not in known:
-                bare, key = _split_by_known(entries[name], known)
+            if bare not in parameters:
+                bare, key = _split_by_known(entries[name], parameters)
             if not bare and key not in _KEYS:
                 self.unplaced[name] = "no parameter has the beginning of its name"
                 continue
@@ -359,38 +362,38 @@ class _StateBuilder:
         shapes: dict[int, Shape] = {}
         for name, rest in entries.items():
             number, _, key = rest.partition(".")
-            known = shapes.get(int(number), ())
+            shape = shapes.get(int(number), ())
             # The state with the most dimensions has the shape of the parameter.
-            is_own = key in _EVIDENCE and len(self.shapes[name]) >= len(known)
-            shapes[int(number)] = self.shapes[name] if is_own else known
+            is_own = key in _EVIDENCE and len(self.shapes[name]) >= len(shape)
+            shapes[int(number)] = self.shapes[name] if is_own else shape
         weights = self._choose_prefix([])
         groups = self.groups.get(container) or [sorted(shapes)]
         sizes = {bare: self.shapes[name] for bare, name in weights.items()}
-        found = match_groups(groups, shapes.get, [*sizes.items()])
-        if found is None:
+        matched = match_groups(groups, shapes.get, [*sizes.items()])
+        if matched is None:
             why = (
                 "its parameter has a number, and the shapes of the weights, in their order, do not "
                 "tell which one it is"
             )
             self.unplaced.update(dict.fromkeys(entries, why))
             return
-        self.numbers[container] = tuple(found[n] for n in sorted(found))
+        self.numbers[container] = tuple(matched[n] for n in sorted(matched))
         for name, rest in entries.items():
             number, _, key = rest.partition(".")
-            if int(number) in found:
-                self._add(name, found[int(number)], key)
+            if int(number) in matched:
+                self._add(name, matched[int(number)], key)
             else:
                 self.unplaced[name] = "no group of parameters has its number"
 
 
 def _widen(name: str, prefix: str) -> str:
     """Return the beginning of a name that is equal to `prefix` except for wrappers."""
-    at, kept = 0, ""
+    at, bare = 0, ""
     for part in name.split("."):
-        if kept == prefix:
+        if bare == prefix:
             break
         at += len(part) + 1
-        kept += "" if is_wrapper(part) else f"{part}."
+        bare += "" if is_wrapper(part) else f"{part}."
     return name[:at]
 
 
@@ -420,13 +423,13 @@ def _split_path(path: Path, rest: str) -> tuple[str, str]:
     return parameter, key
 
 
-def _split_by_known(rest: str, known: Mapping[str, str]) -> tuple[str, str]:
+def _split_by_known(rest: str, parameters: Mapping[str, str]) -> tuple[str, str]:
     """Return the longest known parameter that `rest` begins with, and the key after it."""
     # Try longer beginnings first: a parameter's name may begin with another parameter's name.
     at = rest.rfind(".")
     while at > 0:
         bare = bare_name(rest[:at])
-        if bare in known:
+        if bare in parameters:
             return bare, rest[at + 1 :]
         at = rest.rfind(".", 0, at)
     return "", rest.rpartition(".")[2]

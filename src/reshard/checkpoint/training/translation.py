@@ -162,9 +162,9 @@ class _Translation:
         self.paths |= {n: self.old.paths[n] for n in self.values if n in self.old.paths}
         if not has_items:
             self.notes += [f"not in the target: {name} ({why})" for name, why in unread.items()]
-        kept = [n for n in self.old.items if n not in values and (has_items or n not in unread)]
-        self.paths |= {name: self.old.paths[name] for name in kept if name in self.old.paths}
-        return kept
+        copied = [n for n in self.old.items if n not in values and (has_items or n not in unread)]
+        self.paths |= {name: self.old.paths[name] for name in copied if name in self.old.paths}
+        return copied
 
     def _complete_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Complete the groups with the entries that the target's optimizers require."""
@@ -176,13 +176,15 @@ class _Translation:
             return groups
         if groups:
             return self._add_hyper(groups) if self.style.is_pytorch else groups
-        made = complete_group({}, self.state.keys)
-        hyper = ", ".join(f"{k} {made[k]}" for k in ("lr", "betas", "eps", "momentum") if k in made)
+        defaults = complete_group({}, self.state.keys)
+        hyper = ", ".join(
+            f"{k} {defaults[k]}" for k in ("lr", "betas", "eps", "momentum") if k in defaults
+        )
         self.notes.append(
             "the source has no groups of hyper-parameters: those of the target are PyTorch's "
             f"defaults ({hyper}), which the program that goes on has to set"
         )
-        return [{**made, PARAMETERS: [*self.state.optimizer]}]
+        return [{**defaults, PARAMETERS: [*self.state.optimizer]}]
 
     def _describe_stateless(self, groups: Sequence[dict[str, Any]]) -> None:
         """Note the parameters that groups name and that have no optimizer state."""
@@ -216,10 +218,10 @@ class _Translation:
         """Complete groups with the hyper-parameters that PyTorch's optimizers require."""
         completed = [complete_group(group, self._keys_of(group)) for group in groups]
         added = {
-            key: made[key]
-            for group, made in zip(groups, completed, strict=True)
+            key: complete[key]
+            for group, complete in zip(groups, completed, strict=True)
             for key in _HYPER
-            if key in made and key not in group
+            if key in complete and key not in group
         }
         if added:
             shown = ", ".join(f"{key} {value}" for key, value in added.items())
@@ -239,19 +241,19 @@ class _Translation:
         """Return hyper-parameters that Optax keeps as tensors (`inject_hyperparams`)."""
         if self.style.groups is None:
             return []
-        found: dict[tuple[str | int, ...], dict[str, Any]] = {}
+        by_place: dict[tuple[str | int, ...], dict[str, Any]] = {}
         for name in self.state.others:
             path = self.old.paths.get(name, ())
             key = INJECTED.get(str(path[-1])) if path[-2:-1] == ("hyperparams",) else None
             if key is not None and not self.old.tensors[name].shape:
-                found.setdefault(path[:-2], {})[key] = self._read_scalar(self.old.tensors[name])
+                by_place.setdefault(path[:-2], {})[key] = self._read_scalar(self.old.tensors[name])
                 self.injected.add(name)
         groups = []
-        for place, hyper in found.items():
+        for place, hyper in by_place.items():
             of_place = [
                 parameter
-                for parameter, kept in self.state.optimizer.items()
-                if any(self.old.paths.get(n, ())[: len(place)] == place for n in kept.values())
+                for parameter, state in self.state.optimizer.items()
+                if any(self.old.paths.get(n, ())[: len(place)] == place for n in state.values())
             ]
             betas = [hyper.pop(key, None) for key in ("beta1", "beta2")]
             if None not in betas:
@@ -304,8 +306,8 @@ class _Translation:
         style, replaced, widened = self.style, list[str](), list[str]()
         for bare, called in self.state.weights.items():
             weight = self.old.tensors[called]
-            kept = self.state.optimizer.get(bare)
-            stored = None if kept is None else kept.get(MASTER)
+            state = self.state.optimizer.get(bare)
+            stored = None if state is None else state.get(MASTER)
             master = None if stored is None else self.old.tensors[stored]
             name, path = style.weight_name(bare), style.weight_path(bare)
             # The 32-bit weight is the more exact copy of the weight.
@@ -314,23 +316,23 @@ class _Translation:
                 replaced += [] if weight.dtype is master.dtype else [bare]
                 continue
             self._add(name, weight, path)
-            if not style.has_masters or kept is None:
+            if not style.has_masters or state is None:
                 continue
-            own = style.state_name(bare, MASTER)
+            master_name = style.state_name(bare, MASTER)
             if master is not None:
-                self._add(own, master)
+                self._add(master_name, master)
             elif weight.dtype is _FLOAT32 or not is_castable(weight.dtype):
-                self._add(own, weight)
+                self._add(master_name, weight)
             else:
-                self._add_cast(own, weight)
+                self._add_cast(master_name, weight)
                 widened.append(bare)
-        for bare, kept in self.state.optimizer.items():
+        for bare, state in self.state.optimizer.items():
             # ZeRO-3 stores 32-bit weights only.
-            if MASTER in kept and bare not in self.state.weights:
+            if MASTER in state and bare not in self.state.weights:
                 name, path = style.weight_name(bare), style.weight_path(bare)
-                self._add(name, self.old.tensors[kept[MASTER]], path)
+                self._add(name, self.old.tensors[state[MASTER]], path)
                 if style.has_masters:
-                    self._add(style.state_name(bare, MASTER), self.old.tensors[kept[MASTER]])
+                    self._add(style.state_name(bare, MASTER), self.old.tensors[state[MASTER]])
                 replaced.append(bare)
         if replaced:
             self.notes.append(
@@ -356,17 +358,17 @@ class _Translation:
                 f"no optimizer of {self.style.program} keeps {', '.join(foreign)}: "
                 "tensors of it have its name in the target, where nothing asks for them"
             )
-        for bare, kept in self.state.optimizer.items():
-            for key, called in kept.items():
+        for bare, state in self.state.optimizer.items():
+            for key, called in state.items():
                 if key in (MASTER, STEP):
                     continue
-                known = self.numbers.get(bare, bare)
-                path = self.style.state_path(known, key)
-                self._add(self.style.state_name(known, key), self.old.tensors[called], path)
+                target_name = self.numbers.get(bare, bare)
+                path = self.style.state_path(target_name, key)
+                self._add(self.style.state_name(target_name, key), self.old.tensors[called], path)
 
     def _add_steps(self, groups: Sequence[dict[str, Any]]) -> None:
         """Translate the number of steps of each parameter."""
-        stored = {p: kept[STEP] for p, kept in self.state.optimizer.items() if STEP in kept}
+        stored = {p: state[STEP] for p, state in self.state.optimizer.items() if STEP in state}
         numbers = self._find_numbers(groups)
         missing, kind = [], dtype(self.style.step_type)
         counted = self._list_counted()
@@ -374,8 +376,11 @@ class _Translation:
             number = self._find_one_number(counted, stored, numbers)
             numbers, stored = {} if number is None else dict.fromkeys(counted, number), {}
         for bare in counted:
-            known = self.numbers.get(bare, bare)
-            name, path = self.style.state_name(known, STEP), self.style.state_path(known, STEP)
+            target_name = self.numbers.get(bare, bare)
+            name, path = (
+                self.style.state_name(target_name, STEP),
+                self.style.state_path(target_name, STEP),
+            )
             tensor = self.old.tensors[stored[bare]] if bare in stored else None
             if tensor is not None and not tensor.shape and tensor.dtype is kind:
                 self._add(name, tensor, path)
@@ -403,7 +408,7 @@ class _Translation:
         """Return the parameters that have a number of steps in the target."""
         keys = self.style.step_keys
         state = self.state.optimizer
-        result = [bare for bare, kept in state.items() if keys is None or keys & kept.keys()]
+        result = [bare for bare, entries in state.items() if keys is None or keys & entries.keys()]
         left = [bare for bare in state if STEP in state[bare]] if not result else []
         if left:
             self.notes.append(
@@ -449,10 +454,10 @@ class _Translation:
             for name in [n for n in self.values if n.startswith(prefix) and n.endswith(".step")]:
                 if type(self.values[name]) in (int, float):
                     result[name[len(prefix) : -len(".step")]] = self.values.pop(name)
-        known = {*result.values()}
-        if len(known) == 1:
+        distinct = {*result.values()}
+        if len(distinct) == 1:
             # There is a single number of steps, so parameters in unknown groups have it too.
-            result = {**dict.fromkeys(self.state.optimizer, known.pop()), **result}
+            result = {**dict.fromkeys(self.state.optimizer, distinct.pop()), **result}
         return result
 
     def _read_scalar(self, tensor: StoredTensor) -> float | None:

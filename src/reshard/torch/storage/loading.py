@@ -274,8 +274,8 @@ def _describe_missing(
             "hf` writes the names of transformers"
         )
     yield (
-        f"{len(absent)} of the target's {len(own_names)} names, such as {own_names[absent[0]]!r}, are "
-        f"not in the checkpoint, whose names are such as {stored_name!r}; {remedy}"
+        f"{len(absent)} of the target's {len(own_names)} names, such as {own_names[absent[0]]!r}, "
+        f"are not in the checkpoint, whose names are such as {stored_name!r}; {remedy}"
     )
 
 

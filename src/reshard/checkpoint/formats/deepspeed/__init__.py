@@ -207,8 +207,8 @@ def expect_complete(saved: SavedFiles, ranks: int, mp_ranks: int) -> None:
     """
     missing = []
     if saved.model_partitions:
-        every = product(range(mp_ranks), range(ranks))
-        gaps = [key for key in every if key not in saved.model_partitions]
+        keys = product(range(mp_ranks), range(ranks))
+        gaps = [key for key in keys if key not in saved.model_partitions]
         missing += [f"zero_pp_rank_{r}_mp_rank_{mp:02d}_model_states.pt" for mp, r in gaps]
     else:
         missing += [
@@ -216,8 +216,8 @@ def expect_complete(saved: SavedFiles, ranks: int, mp_ranks: int) -> None:
         ]
     if saved.partitions:
         prefix = next(iter(saved.partitions.values())).partition("zero_pp_rank_")[0]
-        every = product(range(mp_ranks), range(ranks))
-        gaps = [key for key in every if key not in saved.partitions]
+        keys = product(range(mp_ranks), range(ranks))
+        gaps = [key for key in keys if key not in saved.partitions]
         missing += [f"{prefix}zero_pp_rank_{r}_mp_rank_{mp:02d}_optim_states.pt" for mp, r in gaps]
     if missing:
         raise CheckpointError(
@@ -285,10 +285,12 @@ class DeepSpeedFormat(CheckpointFormat):
         Flat buffers have state of all parameters, whether the source had it or not.
         """
         checkpoint = self.open(folder)
-        known = {
+        recorded = {
             name: tensor for name, tensor in checkpoint.tensors.items() if name in manifest.tensors
         }
-        checked = check_against_manifest(dataclasses.replace(checkpoint, tensors=known), manifest)
+        checked = check_against_manifest(
+            dataclasses.replace(checkpoint, tensors=recorded), manifest
+        )
         return dataclasses.replace(checked, tensors={**checkpoint.tensors, **checked.tensors})
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:

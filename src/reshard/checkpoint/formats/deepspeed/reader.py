@@ -157,8 +157,8 @@ class SaveReader:
     def mesh(self) -> DeviceMesh:
         """The ranks, stages first."""
         sizes = {"pp": self.stages, "dp": self.ranks, "tp": self.tensor_ranks}
-        kept = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
-        return DeviceMesh("mesh", tuple(kept.values()), tuple(kept))
+        axes = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+        return DeviceMesh("mesh", tuple(axes.values()), tuple(axes))
 
     def slot(self, mp: int, rank: int) -> int:
         """Return the number of a rank."""
@@ -358,8 +358,12 @@ class SaveReader:
     ) -> list[tuple[Region, ...]]:
         """Return the pieces of the parameters of a group of stage 1 or 2."""
         first = parts[0]
-        given = first.paddings[number] if first.paddings and number < len(first.paddings) else ()
-        paddings = [*given] if len(given) == len(elements) else [0] * len(elements)
+        saved_paddings = (
+            first.paddings[number] if first.paddings and number < len(first.paddings) else ()
+        )
+        paddings = (
+            [*saved_paddings] if len(saved_paddings) == len(elements) else [0] * len(elements)
+        )
         total = sum(elements) + sum(paddings)
         size = first.size(number)
         if size * count < total:
@@ -412,10 +416,10 @@ class SaveReader:
                 names = {}
             called = {number: names.get(number, str(number)) for number in optimizer.numbers}
             for number, parameter in called.items():
-                kept: dict[Any, Any] = dict(optimizer.states.get(number, {}))
+                state: dict[Any, Any] = dict(optimizer.states.get(number, {}))
                 if number in optimizer.masters:
-                    kept = {MASTER: optimizer.masters[number], **kept}
-                for key, value in kept.items():
+                    state = {MASTER: optimizer.masters[number], **state}
+                for key, value in state.items():
                     self._add_kept(parameter, str(key), value, optimizer)
             named = [
                 {**group, "params": [names.get(n, n) for n in group["params"]]}
@@ -429,9 +433,9 @@ class SaveReader:
         flat = optimizer.flat[0]
         sizes = [math.prod(shape) for _, shape in optimizer.weights]
         pieces = flat_buffers.flat_pieces(sizes, [0] * len(sizes), sum(sizes))
-        kept = {MASTER: flat, **next(iter(optimizer.states.values()), {})}
+        entries = {MASTER: flat, **next(iter(optimizer.states.values()), {})}
         for (name, shape), own in zip(optimizer.weights, pieces, strict=True):
-            for key, value in kept.items():
+            for key, value in entries.items():
                 if not isinstance(value, ArchivedTensor) or value.shape != flat.shape:
                     self._add_kept(name, str(key), value, optimizer)
                     continue

@@ -72,8 +72,8 @@ class Joiner:
 
     def __init__(self, info: Any, ranks: int, label: str) -> None:
         self.ranks, self.label = ranks, label
-        known = (*_LISTS, _SUB_PARAMS, _MAP)
-        if not isinstance(info, dict) or not any(key in info for key in known):
+        keys = (*_LISTS, _SUB_PARAMS, _MAP)
+        if not isinstance(info, dict) or not any(key in info for key in keys):
             raise FormatError(
                 f"{label} is of {ranks} tensor-parallel ranks, and has no {INFO} that describes "
                 f"how the parts are joined ({_ROWS} and so on). Jobs of Megatron-DeepSpeed and of "
@@ -214,9 +214,11 @@ class Joiner:
 
     def _expect_like(self, name: str, parts: Sequence[Shape], dim: int | None) -> None:
         """Raise FormatError for parts that differ elsewhere than in `dim`."""
-        kept = {shape if dim is None else (*shape[:dim], *shape[dim + 1 :]) for shape in parts}
+        other_dims = {
+            shape if dim is None else (*shape[:dim], *shape[dim + 1 :]) for shape in parts
+        }
         sizes = {len(shape) for shape in parts}
-        if len(kept) > 1 or len(sizes) > 1 or (dim is not None and min(sizes) <= dim):
+        if len(other_dims) > 1 or len(sizes) > 1 or (dim is not None and min(sizes) <= dim):
             where = "equal ones" if dim is None else f"ones that differ in dimension {dim} alone"
             raise self._unfit(name, parts, where)
 
@@ -253,13 +255,15 @@ class Joiner:
     ) -> list[list[int]]:
         """Return the widths of each sub-parameter's parts."""
         total = sum(part[dim] for part in parts)
-        given = self._widths.get(pattern) if self._has_widths else None
-        if given is not None:
-            listed = given if isinstance(given, list | tuple) else ()
+        stored_widths = self._widths.get(pattern) if self._has_widths else None
+        if stored_widths is not None:
+            listed = stored_widths if isinstance(stored_widths, list | tuple) else ()
             widths = [list(sizes) for sub in listed if (sizes := as_sizes(sub))]
-            is_whole = len(widths) == len(given) and all(len(w) == self.ranks for w in widths)
+            is_whole = len(widths) == len(stored_widths) and all(
+                len(w) == self.ranks for w in widths
+            )
             if not is_whole or sum(map(sum, widths)) != total:
-                raise self.wrong(f"{_WIDTHS} of {name!r} as {shortened(repr(given))}")
+                raise self.wrong(f"{_WIDTHS} of {name!r} as {shortened(repr(stored_widths))}")
             return widths
         entry = shape[dim]
         sizes = as_sizes(entry) if isinstance(entry, list | tuple) else None
@@ -282,15 +286,15 @@ class Joiner:
             raise self.wrong(
                 f"{_VOCABULARY_SIZE} {shortened(repr(size))} for {name!r} of {list(shape)}"
             )
-        kept = []
+        trimmed = []
         for place in places:
             pieces = tuple(
                 (Box(box.start, (min(box.stop[0], box.start[0] + size - at[0]), *box.stop[1:])), at)
                 for box, at in place.pieces
                 if at[0] < size
             )
-            kept.append(BlockPlace((size, *shape[1:]), place.block_shape, pieces))
-        return tuple(kept)
+            trimmed.append(BlockPlace((size, *shape[1:]), place.block_shape, pieces))
+        return tuple(trimmed)
 
     # Maps.
 
@@ -324,28 +328,30 @@ class Joiner:
         if 0 in shape:
             return None
         starts = []
-        for key, of in (("source", whole), ("dest", part)):
+        for key, full_shape in (("source", whole), ("dest", part)):
             place = piece.get(key)
             pair = place if isinstance(place, list | tuple) and len(place) == 2 else (None, None)
             strides = as_sizes(pair[1])
-            own = View.row_major(of).strides
-            alike = strides is not None and len(strides) == len(own)
+            full_strides = View.row_major(full_shape).strides
+            alike = strides is not None and len(strides) == len(full_strides)
             # The stride of a single index does not matter.
             if (
                 not alike
                 or type(pair[0]) is not int
                 or any(
                     size > 1 and a != b
-                    for size, a, b in zip(shape, strides or (), own, strict=False)
+                    for size, a, b in zip(shape, strides or (), full_strides, strict=False)
                 )
             ):
                 raise self.wrong(f"a piece of {name!r} that is not a box")
             rest, start = pair[0], []
-            for stride in own:
+            for stride in full_strides:
                 start.append(rest // stride if stride else 0)
                 rest -= start[-1] * stride
-            if any(a < 0 or a + n > size for a, n, size in zip(start, shape, of, strict=True)):
-                raise self.wrong(f"a piece of {name!r} outside of {list(of)}")
+            if any(
+                a < 0 or a + n > size for a, n, size in zip(start, shape, full_shape, strict=True)
+            ):
+                raise self.wrong(f"a piece of {name!r} outside of {list(full_shape)}")
             starts.append(tuple(start))
         stop = tuple(at + size for at, size in zip(starts[1], shape, strict=True))
         return Box(starts[1], stop), starts[0]

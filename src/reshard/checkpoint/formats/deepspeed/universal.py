@@ -274,7 +274,7 @@ class UniversalPlanner(SavePlanner):
                 f"there are {len(self.parts.groups)} groups of parameters: stage 3 of DeepSpeed "
                 "gives all of them the hyper-parameters of the first one when it loads this"
             )
-        counted = {key for kept in self.plain_states.values() for key in kept}
+        counted = {key for state in self.plain_states.values() for key in state}
         if STEP not in {*self.parts.keys, *counted}:
             notes.append("stage 3 of DeepSpeed does not load this without a number of steps")
         others = [key for key in self.parts.keys if key not in _OF_STAGE3]

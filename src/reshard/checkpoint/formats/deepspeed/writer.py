@@ -85,10 +85,10 @@ def find_copies(
     parts = find_parts(shapes, values)
     if has_weights:
         low = find_low(parts, {name: dtype for name, (_, dtype) in tensors.items()}, values)
-        wanted = {name: name for name in parts.shapes} | dict(parts.shared)
-        for name, own in wanted.items():
+        owner_of = {name: name for name in parts.shapes} | dict(parts.shared)
+        for name, owner in owner_of.items():
             if name not in tensors or (tensors[name][1] is _FLOAT32 and low is not _FLOAT32):
-                copies[name] = state_name(own, MASTER), low
+                copies[name] = state_name(owner, MASTER), low
     return copies
 
 
@@ -200,13 +200,13 @@ class SavePlanner:
     def _held(self, *, with_clipping: bool) -> dict[str, Any]:
         """Return the values of a checkpoint that its new files can store."""
         has_scaler = any(name.startswith(f"{_SCALER}.") for name in self._optimizer)
-        known = {"dynamic_loss_scale", "overflow", *(["clip_grad"] if with_clipping else [])}
+        stored = {"dynamic_loss_scale", "overflow", *(["clip_grad"] if with_clipping else [])}
         if not has_scaler and _CURRENT_SCALE in self._optimizer:
-            known |= {*_NEW_SCALER}
+            stored |= {*_NEW_SCALER}
         unheld = {
             f"{_OPTIMIZER}{name}"
             for name in self._optimizer
-            if name not in known and not name.startswith((f"{_SCALER}.", "state."))
+            if name not in stored and not name.startswith((f"{_SCALER}.", "state."))
         }
         return {name: value for name, value in self.new.values.items() if name not in unheld}
 

@@ -46,7 +46,7 @@ def read(folder: Path) -> Checkpoint:
     result = read_chunks(folder)
     if not any(name.startswith("model.module.") for name in result.tensors):
         return result
-    state, metas, kept = PlainValues(), dict[str, dict[str, Any]](), {}
+    state, metas, items = PlainValues(), dict[str, dict[str, Any]](), {}
     for name, item in result.items.items():
         if name.startswith(_META):
             parameter, _, key = name.removeprefix(_META).rpartition(".")
@@ -54,18 +54,18 @@ def read(folder: Path) -> Checkpoint:
         elif (
             name.startswith(("rng_state", "rerun_state")) or item.size_bytes > _LARGEST_VALUE_BYTES
         ):
-            kept[name] = item
+            items[name] = item
         else:
             add_state(state, result.paths.get(name, (name,)), read_object(folder, item), name)
     tensors = {tensor.name: tensor for tensor in _name_tensors(result)}
-    known = [name for name in tensors if split_state_name(name) is None]
+    weights = [name for name in tensors if split_state_name(name) is None]
     groups: list[dict[str, Any]] = []
     for parameter, meta in metas.items():
-        name = engine_name(re.sub(_HALF, "", parameter), known)
-        own = next((g for g in groups if _settings(g) == meta), None)
-        if own is None:
-            groups.append(own := {**meta, "params": []})
-        own["params"].append(name)
+        name = engine_name(re.sub(_HALF, "", parameter), weights)
+        matching = next((g for g in groups if _settings(g) == meta), None)
+        if matching is None:
+            groups.append(matching := {**meta, "params": []})
+        matching["params"].append(name)
     for group in groups:
         # A gated layer has settings for each half.
         group["params"] = [*dict.fromkeys(group["params"])]
@@ -75,7 +75,7 @@ def read(folder: Path) -> Checkpoint:
         result,
         format=FORMAT_NAME,
         tensors=tensors,
-        items=kept,
+        items=items,
         values=state.values,
         paths=state.paths,
         checksums=tuple(checksum for checksum in result.checksums if checksum.tensor in tensors),

@@ -164,10 +164,10 @@ def find_read_names(names: Collection[str]) -> dict[str, str]:
 'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'}
     """
     parts = {name: split_state_name(name) or (name, "") for name in names}
-    known = {parameter for parameter, _ in parts.values()}
+    parameters = {parameter for parameter, _ in parts.values()}
     result = {}
     for name, (parameter, key) in parts.items():
-        read = engine_name(parameter, known)
+        read = engine_name(parameter, parameters)
         if read != parameter:
             result[name] = state_name(read, key) if key else read
     return result

@@ -70,7 +70,9 @@ class BufferPlan(NamedTuple):
     def coalesced(self) -> BufferPlan:
         """Return the plan of the buffer without padding, a single bucket."""
         ahead = [sum(self.lengths[:bucket]) for bucket in range(len(self.lengths))]
-        places = tuple((of, 0, ahead[bucket] + start) for of, bucket, start in self.places)
+        places = tuple(
+            (buffered, 0, ahead[bucket] + start) for buffered, bucket, start in self.places
+        )
         return BufferPlan((sum(self.lengths),), places)
 
 
@@ -130,10 +132,14 @@ def read_buffers(
         if type(number) is int and isinstance(tensors, dict):
             buffers[number] = {
                 key: {
-                    _COALESCED: (of.shape[0], of.dtype, [(slot, region_of(path, of, start_bytes))])
+                    _COALESCED: (
+                        tensor.shape[0],
+                        tensor.dtype,
+                        [(slot, region_of(path, tensor, start_bytes))],
+                    )
                 }
-                for key, of in tensors.items()
-                if isinstance(of, ArchivedTensor) and len(of.shape) == 1
+                for key, tensor in tensors.items()
+                if isinstance(tensor, ArchivedTensor) and len(tensor.shape) == 1
             }
     return buffers
 
@@ -143,10 +149,10 @@ def lengths_of(buffer: Mapping[str, Buckets]) -> int | tuple[int, ...] | None:
 
     None if they differ by key, or if there are none.
     """
-    found = {tuple((n, buckets[n][0]) for n in sorted(buckets)) for buckets in buffer.values()}
-    if len(found) != 1:
+    distinct = {tuple((n, buckets[n][0]) for n in sorted(buckets)) for buckets in buffer.values()}
+    if len(distinct) != 1:
         return None
-    numbers, lengths = zip(*found.pop(), strict=True)
+    numbers, lengths = zip(*distinct.pop(), strict=True)
     return lengths[0] if _COALESCED in numbers else lengths
 
 

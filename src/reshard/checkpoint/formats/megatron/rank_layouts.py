@@ -286,8 +286,8 @@ class StageLayouts:
         tp = self.sizes.tp
         if tp == 1 or not shape:
             return None, 1
-        known = ChainMap({parameter: shape}, self.weights)
-        cut = modules.find_cut(parameter, known, self.arguments.get("q_lora_rank"))
+        shapes = ChainMap({parameter: shape}, self.weights)
+        cut = modules.find_cut(parameter, shapes, self.arguments.get("q_lora_rank"))
         if cut is None:
             raise RecipeError(
                 f"how Megatron cuts {parameter!r} over tensor-parallel ranks is not known; convert "

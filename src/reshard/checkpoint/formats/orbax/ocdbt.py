@@ -265,13 +265,14 @@ def _open_frame(content: bytes, magic: int, label: str) -> _NodeColumns:
     """Return the body of a manifest or a node, after verifying its checksum."""
     if len(content) < _FRAME_BYTES:
         raise FormatError(f"{label} has {len(content)} bytes; it was cut off, fetch it again")
-    (found,) = _HEADER.unpack_from(content)
+    (found_magic,) = _HEADER.unpack_from(content)
     (length,) = _LENGTH.unpack_from(content, _HEADER.size)
     version, compression = content[_HEADER.size + _LENGTH.size :][:2]
     (checksum,) = _CHECKSUM.unpack(content[-_CHECKSUM.size :])
-    if found != magic:
+    if found_magic != magic:
         raise FormatError(
-            f"{label} begins with {found:08x}, expected {magic:08x}; it is not of OCDBT, or damaged"
+            f"{label} begins with {found_magic:08x}, expected {magic:08x}; it is not of "
+            "OCDBT, or damaged"
         )
     if length != len(content):
         raise FormatError(

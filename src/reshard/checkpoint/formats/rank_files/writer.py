@@ -227,7 +227,7 @@ class RankFilesPlanner:
             ranks = len(self.mesh.devices)
             nested = unflatten_state(state, paths)
             if kind == OPTIMIZER and self._numbers:
-                numbered = {self._numbers[key]: kept for key, kept in nested["state"].items()}
+                numbered = {self._numbers[key]: entry for key, entry in nested["state"].items()}
                 nested = {**nested, "state": numbered}
             name = f"{_BEGINNINGS[kind]}_world_size_{ranks}_rank_{rank}.pt"
             self.builder.write(name, nested, rank)
@@ -333,11 +333,12 @@ def _describe(
     # `torch.load` allows these names with `weights_only`, its default since PyTorch 2.6.
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     device = Call(Global("torch", "device"), ("cpu",))
-    made = (_DTENSOR, dtype, shape, strides, 0, layout, device, False)
+    arguments = (_DTENSOR, dtype, shape, strides, 0, layout, device, False)
     own = {"_local_tensor": local, "_spec": building.new_object(_SPEC, "DTensorSpec", state)}
     wrapper = Global("torch._utils", "_rebuild_wrapper_subclass")
     return Call(
-        Global("torch._tensor", "_rebuild_from_type_v2"), (wrapper, _DTENSOR, made, (None, own))
+        Global("torch._tensor", "_rebuild_from_type_v2"),
+        (wrapper, _DTENSOR, arguments, (None, own)),
     )
 
 

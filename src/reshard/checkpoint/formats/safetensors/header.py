@@ -135,8 +135,8 @@ class HeaderTensors:
     def without(self, names: Container[str]) -> HeaderTensors:
         """Return the tensors that are not named."""
         rows = [row for row, name in enumerate(self.names) if name not in names]
-        kept = [self.names[row] for row in rows]
-        return HeaderTensors(kept, self.kinds, self.kind[rows], self.starts[rows])
+        remaining = [self.names[row] for row in rows]
+        return HeaderTensors(remaining, self.kinds, self.kind[rows], self.starts[rows])
 
     @classmethod
     def of(cls, tensors: Iterable[TensorHeader]) -> HeaderTensors:
@@ -294,25 +294,25 @@ def _check_coverage(header: FileHeader) -> None:
 
 def _explain_place(header: FileHeader, index: int, expected: int) -> FormatError:
     tensor = header.tensors[index]
-    found = (
+    description = (
         f"{header.label}: tensor {shown(tensor.name)} takes bytes {tensor.start_bytes} to "
         f"{tensor.stop_bytes} of the file"
     )
     if tensor.start_bytes > header.file_size_bytes:
         return FormatError(
-            f"{found}, which lie outside it: it has {header.file_size_bytes} bytes. The tensor "
-            f"was expected at byte {expected}"
+            f"{description}, which lie outside it: it has {header.file_size_bytes} bytes. The "
+            f"tensor was expected at byte {expected}"
         )
     if tensor.start_bytes > expected:
         return FormatError(
-            f"{found}, expected a start at {expected}: the {tensor.start_bytes - expected} bytes "
-            f"from {expected} to {tensor.start_bytes} belong to no tensor"
+            f"{description}, expected a start at {expected}: the {tensor.start_bytes - expected} "
+            f"bytes from {expected} to {tensor.start_bytes} belong to no tensor"
         )
     if index == 0:
-        return FormatError(f"{found}, but the data starts at byte {header.data_start_bytes}")
+        return FormatError(f"{description}, but the data starts at byte {header.data_start_bytes}")
     other = header.tensors[index - 1]
     return FormatError(
-        f"{found} and overlaps tensor {shown(other.name)}, which takes bytes "
+        f"{description} and overlaps tensor {shown(other.name)}, which takes bytes "
         f"{other.start_bytes} to {other.stop_bytes}. Expected no byte in two tensors"
     )
 
@@ -544,20 +544,20 @@ def _parse_json(text: str, label: str) -> dict[str, Any]:
             f"{label}: the header begins with {text[:16]!r}, expected a JSON object: '{{'"
         )
     try:
-        found = json.loads(text, object_pairs_hook=unique)
+        parsed = json.loads(text, object_pairs_hook=unique)
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
         raise FormatError(f"{label}: the header is not JSON: {error}") from error
-    entries: dict[str, Any] = found  # the text began with "{"
+    entries: dict[str, Any] = parsed  # the text began with "{"
     return entries
 
 
 def _tensor(
     label: str, name: str, entry: Any, data_start_bytes: int, unreadable: dict[str, str]
 ) -> TensorHeader:
-    def wrong(found: str, expected: str) -> FormatError:
-        return FormatError(f"{label}: tensor {shown(name)}: {found}, expected {expected}")
+    def wrong(actual: str, expected: str) -> FormatError:
+        return FormatError(f"{label}: tensor {shown(name)}: {actual}, expected {expected}")
 
     if not is_text(name):
         raise wrong("the name is half of a UTF-16 pair", "text that UTF-8 can say")
@@ -595,8 +595,8 @@ def _tensor(
         raise wrong(f"bytes {start} to {stop} are no range of a file", "an end below 2**63")
     expected = tensor_size_bytes(element, shape)
     if stop - start != expected:
-        found = f"data_offsets {shown(offsets)} are {stop - start} bytes"
-        raise wrong(found, f"{expected} for {element} of shape {shape}")
+        actual = f"data_offsets {shown(offsets)} are {stop - start} bytes"
+        raise wrong(actual, f"{expected} for {element} of shape {shape}")
     return TensorHeader(name, element, tuple(shape), start, stop)
 
 
@@ -634,13 +634,13 @@ def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mappi
     starts: list[IntArray] = []
     stops: list[IntArray] = []
     for piece in _split_pieces(text, at, end - 1):
-        found = re.findall(_ENTRY, piece)
-        if not found:
+        entries = re.findall(_ENTRY, piece)
+        if not entries:
             raise ValueError("no entries")
-        columns = list(zip(*found, strict=True))
+        columns = list(zip(*entries, strict=True))
         # Matches do not overlap: if they contain all characters, nothing is between them.
         characters = sum(sum(map(len, column)) for column in columns)
-        if characters + len(found) * _FIXED_CHARACTERS != len(piece):
+        if characters + len(entries) * _FIXED_CHARACTERS != len(piece):
             raise ValueError("other entries")
         names += columns[0]
         pairs = zip(columns[1], columns[2], strict=True)
@@ -679,11 +679,11 @@ def find_offsets(text: str, names: Sequence[str]) -> dict[str, tuple[int, ...]] 
         entry = match(text, at)
         if entry is None or entry[1] != name:
             return None
-        found = by_text.get(entry[2])
-        if found is None:
-            found = tuple(map(int, entry[2].split(", "))) if entry[2] else ()
-            by_text[entry[2]] = found
-        offsets[name] = found
+        parsed = by_text.get(entry[2])
+        if parsed is None:
+            parsed = tuple(map(int, entry[2].split(", "))) if entry[2] else ()
+            by_text[entry[2]] = parsed
+        offsets[name] = parsed
         at = entry.end()
     return offsets if names and at == len(text) and text.endswith("}}") else None
 

@@ -214,12 +214,12 @@ def place_rows(
     while True:
         placed = []
         for part in np.array_split(np.arange(len(rows)), files):
-            used, _, of = find_distinct(kind[part])
+            used, _, numbers = find_distinct(kind[part])
             of_file = tuple(kinds[number] for number in used.tolist())
             begins = tuple(offsets[number] for number in used.tolist()) if offsets else ()
-            order = aligned_rows(of_file, of)
+            order = aligned_rows(of_file, numbers)
             own = rows[part[order]]
-            header = NewHeader(names, own, of_file, of[order], metadata, offsets_key, begins)
+            header = NewHeader(names, own, of_file, numbers[order], metadata, offsets_key, begins)
             placed.append(header)
         longest = max(header.data_start_bytes for header in placed)
         # A page is left for metadata that depends on the number of files.

@@ -99,10 +99,10 @@ class HuggingFaceFormat(CheckpointFormat):
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
         """Describe the checkpoint in the files of the manifest; the folder may have others."""
         if len(manifest.files) > 1:
-            found = read_indexed(folder / INDEX_NAME)
+            checkpoint = read_indexed(folder / INDEX_NAME)
         else:
-            found = read_single(folder / manifest.files[0].name)
-        return check_against_manifest(found, manifest)
+            checkpoint = read_single(folder / manifest.files[0].name)
+        return check_against_manifest(checkpoint, manifest)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """Return the index."""
@@ -150,8 +150,10 @@ def read_indexed(index: Path) -> Checkpoint:
     expect_files(index, weight_map)
     read = partial(read_header, allows_unknown=True)
     headers = [*map_paths(read, (index.parent / name for name in names))]
-    found = {name: header.tensors.names for name, header in zip(names, headers, strict=True)}
-    check_weight_map(index, weight_map, found)
+    names_by_file = {
+        name: header.tensors.names for name, header in zip(names, headers, strict=True)
+    }
+    check_weight_map(index, weight_map, names_by_file)
     return _checkpoint(index.parent, headers, names)
 
 
@@ -267,16 +269,16 @@ def expect_files(index: Path, weight_map: Mapping[str, str]) -> None:
 
 
 def check_weight_map(
-    index: Path, weight_map: Mapping[str, str], found: Mapping[str, Collection[str]]
+    index: Path, weight_map: Mapping[str, str], names_by_file: Mapping[str, Collection[str]]
 ) -> None:
     """Raise FormatError unless each file has exactly the tensors that the index lists.
 
-    `found` has the names of the tensors in each file.
+    `names_by_file` has the names of the tensors in each file.
     """
-    listed: dict[str, set[str]] = {name: set() for name in found}
+    listed: dict[str, set[str]] = {name: set() for name in names_by_file}
     for tensor, file in weight_map.items():
         listed[file].add(tensor)
-    for name, tensors in found.items():
+    for name, tensors in names_by_file.items():
         there = set(tensors)
         for tensor in sorted(listed[name] - there):
             raise FormatError(

@@ -433,9 +433,9 @@ def merge_rank_metadata(
                     f"{tensor.dtype} {list(tensor.shape)} by {file}; they belong to different "
                     "saves, or ranks gave different tensors the same name"
                 )
-            known = boxes.setdefault(name, {chunk.box for chunk in first.chunks})
-            copies += sum(chunk.box in known for chunk in tensor.chunks)
-            known.update(chunk.box for chunk in tensor.chunks)
+            seen = boxes.setdefault(name, {chunk.box for chunk in first.chunks})
+            copies += sum(chunk.box in seen for chunk in tensor.chunks)
+            seen.update(chunk.box for chunk in tensor.chunks)
             chunks = (*first.chunks, *tensor.chunks)
             tensors[name] = DcpTensor(first.dtype, first.shape, chunks)
         for name, place in part.items.items():

@@ -216,7 +216,12 @@ def _describe_packed(packed: Mapping[str, DerivedFile]) -> str:
     archives = [archive for file in packed.values() for archive in file.parts]
     size_bytes = sum(archive.size_bytes for archive in archives)
     transforms = sorted(
-        {name for one in archives if isinstance(one, PackedArchive) for name in one.transforms}
+        {
+            name
+            for archive in archives
+            if isinstance(archive, PackedArchive)
+            for name in archive.transforms
+        }
     )
     return (
         f"{len(archives)} shards are compressed ({', '.join(transforms)}); only their beginnings "
@@ -225,21 +230,21 @@ def _describe_packed(packed: Mapping[str, DerivedFile]) -> str:
     )
 
 
-def bind_to_manifest(found: Checkpoint, manifest: Manifest) -> Checkpoint:
+def bind_to_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkpoint:
     """Bind the tensors of a checkpoint to the layouts of its manifest.
 
     Raises:
         CheckpointError: files that are not those that were written.
         FormatError: files that contradict the manifest.
     """
-    checked, described = check_against_manifest(found, manifest), manifest.tensors
+    checked, described = check_against_manifest(checkpoint, manifest), manifest.tensors
     tensors = TensorColumns.of(checked.tensors)
-    tensors = _bind_as_described(found.folder, tensors, described)
+    tensors = _bind_as_described(checkpoint.folder, tensors, described)
     digests = tensors.digests
     # Archives have a checksum each. It is not needed where the manifest has a digest.
     checksums = tuple(
         checksum
-        for checksum in found.checksums
+        for checksum in checkpoint.checksums
         if digests is None or digests.of(tensors.row(checksum.tensor)) is None
     )
     return checked.replace(tensors=tensors, mesh=manifest.mesh, checksums=checksums)
@@ -253,8 +258,8 @@ def _bind_as_described(
     pairs, first, pair = find_distinct(np.column_stack([tensors.kind, described.kind[rows]]))
     # Tensors of equal kinds, in the files and in the manifest, are bound alike: each as the first.
     bound = [
-        _match_kinds(folder, tensors.names[row], tensors.kinds[one], described.kinds[other])
-        for (one, other), row in zip(pairs.tolist(), first.tolist(), strict=True)
+        _match_kinds(folder, tensors.names[row], tensors.kinds[number], described.kinds[other])
+        for (number, other), row in zip(pairs.tolist(), first.tolist(), strict=True)
     ]
     count = np.array([len(order) for _, order in bound] or [0], dtype=np.int64)
     begin = np.cumsum(count[pair]) - count[pair] if len(pair) else pair
@@ -269,7 +274,7 @@ def _bind_as_described(
 
 
 def _match_kinds(
-    folder: Path, name: str, found: TensorKind, described: TensorKind
+    folder: Path, name: str, stored: TensorKind, described: TensorKind
 ) -> tuple[TensorKind, list[int]]:
     """Return a kind of tensors in the layout of the manifest, and the number of each place before.
 
@@ -279,11 +284,11 @@ def _match_kinds(
     layout = described.layout
     # Only the shape of an empty tensor is stored.
     if 0 in layout.shape:
-        return found, [*range(len(found.places))]
+        return stored, [*range(len(stored.places))]
     places, order = [], []
-    for slot in found.layout.holders:
+    for slot in stored.layout.holders:
         boxes = layout.boxes(slot) if slot in layout.holders else ()
-        chunks = {box: number for number, box in enumerate(found.layout.boxes(slot))}
+        chunks = {box: number for number, box in enumerate(stored.layout.boxes(slot))}
         if {*boxes} != {*chunks} or len(boxes) != len(layout.cells_of(slot)):
             raise FormatError(
                 f"{folder}: {METADATA_NAME} has {name!r} in other shards than {MANIFEST_NAME}; if "
@@ -291,9 +296,9 @@ def _match_kinds(
             )
         for number, box in enumerate(boxes):
             places.append((slot, number))
-            order.append(found.find_place(slot, chunks[box])[0])
-    files = tuple(found.files[at] for at in order)
-    kind = TensorKind(found.dtype, layout, tuple(places), files, described.spec)
+            order.append(stored.find_place(slot, chunks[box])[0])
+    files = tuple(stored.files[at] for at in order)
+    kind = TensorKind(stored.dtype, layout, tuple(places), files, described.spec)
     expect_covered(folder, kind.tensor(name, [0] * len(places)))
     return kind, order
 
@@ -312,7 +317,7 @@ def _list_files(
             users.setdefault(chunk.place.file, []).append(name)
     for name, place in (*metadata.items.items(), *other_items):
         users.setdefault(place.file, []).append(name)
-    found = []
+    files = []
     for number, file in enumerate(sorted(users)):
         if not is_plain_name(file):
             raise FormatError(
@@ -326,8 +331,8 @@ def _list_files(
                 f"it, {users[file][0]!r} first. Fetch it again, the checkpoint is incomplete"
             )
         rank = rank_of_file(file)
-        found.append(StoredFile(file, path.stat().st_size, number if rank is None else rank))
-    return tuple(sorted(found, key=lambda file: file.rank))
+        files.append(StoredFile(file, path.stat().st_size, number if rank is None else rank))
+    return tuple(sorted(files, key=lambda file: file.rank))
 
 
 def shard_lacking_tensors(
@@ -362,9 +367,9 @@ def shard_lacking_tensors(
                     "of no rank; expected a single part for each rank"
                 )
             of_tensor[rank] = DescribedPart(chunk.box, lacking[name].shape)
-    found, mesh = find_missing_axes(parts, sharding, folder)
+    layouts, mesh = find_missing_axes(parts, sharding, folder)
     changed = dict(tensors)
-    for name, (_, layout) in found.items():
+    for name, (_, layout) in layouts.items():
         chunks = []
         for chunk in lacking[name].chunks:
             boxes = layout.boxes(rank_of_file(chunk.place.file) or 0)
@@ -547,9 +552,9 @@ class ChunkReader(Closing):
         alike = described.dtype.name, shape
         read = partial(self._read, place.file)
         if not place.transforms:
-            known = self._archives.match(read, place.start_bytes, place.size_bytes, alike)
-            if known is not None:
-                return place.file, place.start_bytes, *known
+            cached = self._archives.match(read, place.start_bytes, place.size_bytes, alike)
+            if cached is not None:
+                return place.file, place.start_bytes, *cached
         path, end_bytes = self._folder / place.file, place.start_bytes + place.size_bytes
         label = f"{path} bytes {place.start_bytes}:{end_bytes}: {chunk.box} of tensor {name!r}"
         # Only the front of a compressed archive is unpacked: it describes the tensor.

@@ -188,8 +188,8 @@ def metadata_bytes(
                 for box, of_box in tensor.chunks
             ]
             shape = (*place.counts, *tensor.shape)
-            known = joined.get(place.key, DcpTensor(tensor.dtype, shape, ()))
-            joined[place.key] = DcpTensor(tensor.dtype, shape, (*known.chunks, *chunks))
+            previous = joined.get(place.key, DcpTensor(tensor.dtype, shape, ()))
+            joined[place.key] = DcpTensor(tensor.dtype, shape, (*previous.chunks, *chunks))
         tensors = joined
     items = {
         name: StoredBytes(item.place.path, item.place.start_bytes, item.size_bytes, item.transforms)
@@ -273,7 +273,7 @@ def _split_layout(layout: Layout, storing: frozenset[int]) -> tuple[_Split | Non
     for slot, box in pairs:
         boxes.setdefault(slot, []).append(box)
     stored = Layout.from_boxes(layout.shape, pairs, layout.slots)
-    return (stored, {slot: tuple(found) for slot, found in boxes.items()}), len(pairs)
+    return (stored, {slot: tuple(slot_boxes) for slot, slot_boxes in boxes.items()}), len(pairs)
 
 
 def _make_disjoint(pairs: list[tuple[int, Box]]) -> list[tuple[int, Box]]:

@@ -397,8 +397,8 @@ class _Reader:
 
     def unknown(self) -> None:
         opcode = self._content[self.at - 1]
-        known = f"the opcode {_NAMES[opcode]}" if opcode in _NAMES else f"byte {opcode}"
-        raise self.damaged(f"{known} does not occur in such files")
+        described = f"the opcode {_NAMES[opcode]}" if opcode in _NAMES else f"byte {opcode}"
+        raise self.damaged(f"{described} does not occur in such files")
 
     def protocol(self) -> None:
         version = self._unsigned(1)
@@ -532,9 +532,9 @@ class _Reader:
 
     def call_with_keywords(self) -> None:
         # As in protocol 2: a function that makes a new object with keyword arguments.
-        keywords, arguments, made = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        keywords, arguments, cls = self._stack.pop(), self._stack.pop(), self._stack.pop()
         function = Global("copyreg", "__newobj_ex__")
-        self._stack.append(self._call(function, (made, arguments, keywords), is_new=False))
+        self._stack.append(self._call(function, (cls, arguments, keywords), is_new=False))
 
     def builtin(self, name: str, content: Any) -> None:
         """Push a call of a builtin class that has its own opcode."""

@@ -226,9 +226,9 @@ class WindowReader(Closing):
         at = offset - self._start
         if at >= 0 and at + size <= len(self._window):
             return self._window[at : at + size]
-        known = self._prefetched.get(self._path.name, offset, size)
-        if known is not None:
-            return known
+        prefetched = self._prefetched.get(self._path.name, offset, size)
+        if prefetched is not None:
+            return prefetched
         # Headers of small storages are near each other; headers of large storages are not.
         is_near = 0 <= at <= len(self._window) + _WINDOW_BYTES
         content = read_range(self._open(), offset, max(size, _WINDOW_BYTES) if is_near else size)
@@ -419,9 +419,9 @@ class ArchiveReader:
         wrong, most = f"{label} is not a tensor", _MAX_TENSOR_DIRECTORY_BYTES
         records = ZipRecords(read, start_bytes, size_bytes, wrong, most, is_recorded=True)
         value = _read_records(records, _MAX_TENSOR_PICKLE_BYTES, label)
-        found = _expect_tensor(value, records.wrong)
-        start = found.start_bytes - start_bytes
-        tensor = dataclasses.replace(found, start_bytes=start, crc32=None)
+        archived = _expect_tensor(value, records.wrong)
+        start = archived.start_bytes - start_bytes
+        tensor = dataclasses.replace(archived, start_bytes=start, crc32=None)
         used = records.list_used()
         # The checksum of the elements is in the directory, which follows them.
         if (
@@ -432,7 +432,7 @@ class ArchiveReader:
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
             self._templates[size_bytes, key] = _make_template(*used, tensor)
-        return tensor, found.crc32
+        return tensor, archived.crc32
 
 
 # Parts of an archive that are nearer to each other are read at once.
@@ -638,11 +638,11 @@ class StorageChecksums:
             return
         key = file, tensor.start_bytes
         self._first.setdefault(key, (name, part, tensor))
-        known = self._ranges.setdefault(key, [])
+        collected = self._ranges.setdefault(key, [])
         if ranges is None:
             self._ranges[key] = None
-        elif known is not None:
-            known += ranges
+        elif collected is not None:
+            collected += ranges
 
     def add_whole(self, name: str, part: str, file: str, tensor: ArchivedTensor) -> None:
         """Add `part` of the tensor `name`, which reads all of a tensor of the file.

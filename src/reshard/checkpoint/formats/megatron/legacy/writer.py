@@ -206,17 +206,17 @@ class RankFoldersPlanner:
             bucket_elements = self._bucket_size(place._replace(vp=chunk))
             plan = rank_blocks.plan_buffer(buffer, bucket_elements).coalesced()
             (length,), wide = plan.lengths, as_dtype("float32")
-            kept = {key: NewTensor.of(wide, (length,)) for key in _FLAT_KEYS.values()}
+            flat_tensors = {key: NewTensor.of(wide, (length,)) for key in _FLAT_KEYS.values()}
             # The types of parameters and gradients: Megatron reduces those of bfloat16 in float32.
             types = (Global("torch", buffer[0].dtype.name), Global("torch", "float32"))
             # Megatron compares this length with its own, and ends if they differ.
-            state[number] = {types: {**kept, "numel_unpadded": length}}
+            state[number] = {types: {**flat_tensors, "numel_unpadded": length}}
             for buffered, _, start in plan.places:
-                of = self.of[buffered.name]
+                state_names = self.of[buffered.name]
                 for key, flat in _FLAT_KEYS.items():
-                    if key in of:
-                        self._expect_wide(of[key])
-                        self.builder.put(of[key], slots[chunk], kept[flat], start)
+                    if key in state_names:
+                        self._expect_wide(state_names[key])
+                        self.builder.put(state_names[key], slots[chunk], flat_tensors[flat], start)
         return state
 
     def _expect_wide(self, name: str) -> None:
@@ -258,11 +258,11 @@ class RankFoldersPlanner:
                     state[len(state)] = self._state_of(parameter, slot, masters[-1])
                 kept_groups.append({**group, "params": [*range(first, len(state))]})
             # Megatron does not make groups without parameters.
-            kept = [n for n, members in enumerate(in_group) if members]
+            filled = [n for n, members in enumerate(in_group) if members]
             chain.append(
                 {
-                    "optimizer": {"state": state, "param_groups": [kept_groups[n] for n in kept]},
-                    "fp32_from_fp16_params": [masters[n] for n in kept],
+                    "optimizer": {"state": state, "param_groups": [kept_groups[n] for n in filled]},
+                    "fp32_from_fp16_params": [masters[n] for n in filled],
                     **common_state.scaler_state(self.values),
                 }
             )
@@ -277,11 +277,11 @@ class RankFoldersPlanner:
                 continue
             # A step is a scalar.
             shape = parameter.shape if self.new.tensors[name].layout.shape else ()
-            made = self.builder.put_new(name, slot, shape)
+            tensor = self.builder.put_new(name, slot, shape)
             if key == "master":
-                masters.append(made)
+                masters.append(tensor)
             else:
-                state[key] = made
+                state[key] = tensor
         return state
 
 

@@ -61,36 +61,36 @@ def is_of_buckets(name: str) -> bool:
 _Buffers = dict[tuple[int, int, int], dict[str, rank_blocks.Buckets]]
 
 
-def has_buckets(found: Checkpoint) -> bool:
+def has_buckets(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint has optimizer state in buckets."""
-    return any(map(is_of_buckets, (*found.tensors, *found.items)))
+    return any(map(is_of_buckets, (*checkpoint.tensors, *checkpoint.items)))
 
 
 def read_buckets(
-    folder: Path, found: Checkpoint, plain: PlainValues, weights: Mapping[str, StoredTensor]
+    folder: Path, checkpoint: Checkpoint, plain: PlainValues, weights: Mapping[str, StoredTensor]
 ) -> tuple[Mapping[str, StoredTensor], list[tuple[str, str]]]:
     """Return the optimizer state of weights, by training formats' names, and the unread parts.
 
     Groups and the loss scaler are added to `plain`.
     """
-    buffers = _collect(folder, found)
-    _read_groups(folder, found, plain)
+    buffers = _collect(folder, checkpoint)
+    _read_groups(folder, checkpoint, plain)
     try:
         return _assemble(folder, common_state.arguments_of(plain.values), buffers, weights), []
     except RecipeError as error:
         return {}, [("the optimizer's buckets", str(error))]
 
 
-def _collect(folder: Path, found: Checkpoint) -> _Buffers:
+def _collect(folder: Path, checkpoint: Checkpoint) -> _Buffers:
     """Return the buckets of a checkpoint."""
     result: _Buffers = {}
-    for name, tensor in found.tensors.items():
+    for name, tensor in checkpoint.tensors.items():
         match = _BUCKET.match(name)
         if match is not None:
             chain, rank, buffer, bucket = (int(number or 0) for number in match.groups()[:4])
             own = result.setdefault((chain, rank, buffer), {}).setdefault(match[5], {})
             own[bucket] = tensor.shape[0], tensor.dtype, [*list_stored_regions(tensor)]
-    for name, item in found.items.items():
+    for name, item in checkpoint.items.items():
         match = _OBJECT.match(name)
         if match is None or match[3] != "param_state":
             continue
@@ -103,10 +103,10 @@ def _collect(folder: Path, found: Checkpoint) -> _Buffers:
     return result
 
 
-def _read_groups(folder: Path, found: Checkpoint, plain: PlainValues) -> None:
+def _read_groups(folder: Path, checkpoint: Checkpoint, plain: PlainValues) -> None:
     """Add the groups and the loss scaler from the objects of the first rank."""
     chains = set()
-    for name, item in sorted(found.items.items()):
+    for name, item in sorted(checkpoint.items.items()):
         match = _OBJECT.match(name)
         part = match[3] if match else ""
         if match is None or part not in _STATE_PARTS or (match[1], part) in chains:
@@ -149,10 +149,10 @@ def _assemble(
     has_chain = any(chain for chain, _, _ in buffers)
     whole = WholeTensors(folder)
     for chain in sorted({chain for chain, _, _ in buffers}):
-        ranks = sorted({rank for of, rank, _ in buffers if of == chain})
+        ranks = sorted({rank for owner, rank, _ in buffers if owner == chain})
         for rank in ranks:
             place = _find_place(sizes, rank, is_expert=chain == 1)
-            own = {n: b for (of, at, n), b in buffers.items() if (of, at) == (chain, rank)}
+            own = {n: b for (owner, at, n), b in buffers.items() if (owner, at) == (chain, rank)}
             parameters = stages.parameters(ordered, place, dtypes)
             split = rank_blocks.split_chain(parameters, 2 if has_chain else 1)
             _add(whole, stages, place, split[min(chain, len(split) - 1)], own, arguments)

@@ -108,11 +108,11 @@ def name_parameters(tensors: Iterable[StoredTensor], folder: Path) -> Iterator[S
         FormatError: two tensors of the same name.
     """
     named = [*join_halves(tensors)]
-    known = {tensor.name.rpartition("\0")[2] for tensor in named}
+    parameters = {tensor.name.rpartition("\0")[2] for tensor in named}
     seen: set[str] = set()
     for tensor in named:
         key, mark, parameter = tensor.name.rpartition("\0")
-        parameter = modules.engine_name(parameter, known)
+        parameter = modules.engine_name(parameter, parameters)
         name = state_name(parameter, key) if mark else parameter
         if name in seen:
             raise FormatError(

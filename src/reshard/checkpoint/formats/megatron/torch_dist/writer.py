@@ -92,12 +92,14 @@ def _find_all_places(
     # An optimizer that is not distributed wraps PyTorch's, and calls its own 32-bit weights so.
     master = "param" if _is_distributed(values) else "fp32_param"
     is_local = values.get("args.transformer_impl") == "local"
-    known = {parameter for names in by_key.values() for parameter in names}
+    parameters = {parameter for names in by_key.values() for parameter in names}
     places = {}
     for key, names in by_key.items():
         # The same places as the weights', as Megatron expects.
         keyed = {
-            parameter: modules.keyed_name(modules.engine_name(parameter, known), is_local=is_local)
+            parameter: modules.keyed_name(
+                modules.engine_name(parameter, parameters), is_local=is_local
+            )
             for parameter in names
         }
         of_keys = find_places(
@@ -148,8 +150,8 @@ def _common_state(write_plan: WritePlan, is_stacked: bool) -> dict[str, Any]:
     if is_distributed:
         content["distrib_optim_sharding_type"] = "fully_reshardable"
         content["distrib_optim_fully_reshardable_mem_efficient"] = False
-    known = state.get("content_metadata")
-    state["content_metadata"] = {**(known if isinstance(known, dict) else {}), **content}
+    metadata = state.get("content_metadata")
+    state["content_metadata"] = {**(metadata if isinstance(metadata, dict) else {}), **content}
     return state
 
 
