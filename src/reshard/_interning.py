@@ -33,9 +33,9 @@ class _InterningType(type):
         if arguments_key is not None:
             # Without the lock: after a miss, the value is built again, and `setdefault` below
             # decides.
-            known = _values_by_arguments.get((cls, arguments_key))
-            if known is not None:
-                return known
+            cached = _values_by_arguments.get((cls, arguments_key))
+            if cached is not None:
+                return cached
         value = super().__call__(*args, **kwargs)
         key = (cls, value.interning_key())
         with _lock:

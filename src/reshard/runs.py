@@ -335,9 +335,9 @@ class RunTable(Interned):
         for row in self.rows.tolist():
             run = Run(*row)
             many = f"{run.repeat} x {run.length}" if run.repeat > 1 else f"{run.length}"
-            every = f" every {run.global_step}" if run.repeat > 1 else ""
+            step = f" every {run.global_step}" if run.repeat > 1 else ""
             role = "" if run.role == OWNED else f" ({ROLE_NAMES[run.role]})"
-            begin = "" if run.role == PAD else f" from {run.start}{every}"
+            begin = "" if run.role == PAD else f" from {run.start}{step}"
             lines.append(f"part {run.part}: {many}{begin}{role}")
         return "\n".join(lines)
 
@@ -437,8 +437,8 @@ def ragged_numbers(low: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]
     >>> of.tolist(), numbers.tolist()
     ([0, 0, 2], [7, 8, 4])
     """
-    of = np.repeat(np.arange(len(counts)), counts)
-    return of, np.repeat(low, counts) + ragged_arange(counts)
+    index = np.repeat(np.arange(len(counts)), counts)
+    return index, np.repeat(low, counts) + ragged_arange(counts)
 
 
 def ragged_rows(begin: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:

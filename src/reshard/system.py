@@ -353,12 +353,12 @@ def read_process_memory(process: int, spans: int, count: int, into: int, into_co
 def _find_process_read() -> Any:
     import ctypes
 
-    found = _find_function("process_vm_readv")
-    if found is not None:
+    function = _find_function("process_vm_readv")
+    if function is not None:
         table, count = ctypes.c_void_p, ctypes.c_ulong
-        found.argtypes = [ctypes.c_int, table, count, table, count, ctypes.c_ulong]
-        found.restype = ctypes.c_ssize_t
-    return found
+        function.argtypes = [ctypes.c_int, table, count, table, count, ctypes.c_ulong]
+        function.restype = ctypes.c_ssize_t
+    return function
 
 
 def is_tracing_restricted() -> bool:

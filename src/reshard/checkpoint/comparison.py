@@ -97,8 +97,8 @@ class Difference(Record):
             "has copies ": "with copies that differ",
             "of ": "unreadable",
         }
-        found = (kind for start, kind in kinds.items() if self.problem.startswith(start))
-        return next(found, "with other values")
+        matching = (kind for start, kind in kinds.items() if self.problem.startswith(start))
+        return next(matching, "with other values")
 
 
 class Comparison(Record):
@@ -146,12 +146,14 @@ class DigestReport(Record):
 class _Side:
     """A side of a comparison: a checkpoint, or the tensors that a conversion would write."""
 
-    def __init__(self, given: Compared) -> None:
-        self.conversion = given if isinstance(given, Conversion) else None
-        if isinstance(given, Conversion):
-            self.checkpoint = given.source
+    def __init__(self, compared: Compared) -> None:
+        self.conversion = compared if isinstance(compared, Conversion) else None
+        if isinstance(compared, Conversion):
+            self.checkpoint = compared.source
         else:
-            self.checkpoint = given if isinstance(given, Checkpoint) else open_checkpoint(given)
+            self.checkpoint = (
+                compared if isinstance(compared, Checkpoint) else open_checkpoint(compared)
+            )
         self.computed = {} if self.conversion is None else self.conversion.computed
         self.files = open_sources(self.checkpoint)
         self.columns = TensorColumns.of(self.checkpoint.tensors)
@@ -236,7 +238,9 @@ def compare(
         # A batch of tensors that a side computes does not have sections to read.
         sections = batch.read or sides[1].sections_of(mine, batch.written)
         read_b = sides[1].read(sections, memory.second)
-        digests = b"".join(block_digest(block) for of in read_a for block in of)
+        digests = b"".join(
+            block_digest(block) for section_blocks in read_a for block in section_blocks
+        )
         unlike, first = [], 0
         for section, left, right in zip(batch.written, read_a, read_b, strict=True):
             itemsize = mine.kinds[section.kind].dtype.itemsize_bytes
@@ -249,7 +253,7 @@ def compare(
         names = [mine.names[row] for row in rows.tolist()]
         return WorkspacePair(*(side.new_workspace(names, batch_bytes) for side in sides))
 
-    found: dict[int, tuple[int, int, int]] = {}
+    first_differences: dict[int, tuple[int, int, int]] = {}
     total, done = int(mine.tensor_bytes[rows].sum()), 0
     numbers = blocks.work_items.blocks_of(rows)
     batches = blocks.work_items.batches(numbers, batch_bytes)
@@ -275,9 +279,9 @@ def compare(
                 )
                 # Blocks arrive in the order in which they are finished, so the first difference is
                 # the smallest (block, element).
-                before, first_block, first_at = found.get(row, (0, math.inf, 0))
+                before, first_block, first_at = first_differences.get(row, (0, math.inf, 0))
                 earliest = min((first_block, first_at), (block, first))
-                found[row] = (before + count, int(earliest[0]), int(earliest[1]))
+                first_differences[row] = (before + count, int(earliest[0]), int(earliest[1]))
             done += batch.size_bytes
             if progress is not None:
                 progress(Progress(done, total, 0, blocks.work_items.last_name(batch)))
@@ -287,7 +291,7 @@ def compare(
         files_a.close()
         files_b.close()
     # Convert offsets in blocks to indices in tensors.
-    for row, (count, block, at) in found.items():
+    for row, (count, block, at) in first_differences.items():
         name, shape = mine.names[row], mine.kinds[int(mine.kind[row])].layout.shape
         box = blocks.work_items.grids[int(mine.kind[row])].box(block)
         offset = np.unravel_index(at, box.shape) if box.shape else ()
@@ -295,7 +299,7 @@ def compare(
         problem = f"{count} of {math.prod(shape)} elements differ, the first at {list(index)}"
         differences.append(Difference(name, problem, count, index))
     # Only tensors that are the same in both checkpoints have a digest in the result.
-    digests = blocks.digests(row for row in rows.tolist() if row not in found)
+    digests = blocks.digests(row for row in rows.tolist() if row not in first_differences)
     copies, notes = _compare_copies([side.checkpoint for side in sides if side.conversion is None])
     for copy in copies:
         digests.pop(copy.name, None)
@@ -334,23 +338,23 @@ def _name_both(
     from reshard.checkpoint.formats.opening import read_config
     from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
 
-    given = {"left_names": options.left_names, "right_names": options.right_names}
+    names_by_option = {"left_names": options.left_names, "right_names": options.right_names}
     opened = [_open(left, "left_names or recipe"), _open(right, "right_names or recipe")]
     configs = [read_config(checkpoint) for checkpoint in opened]
     # Both checkpoints are of the same model: if the first lacks a config.json, use the second's.
     with_config = opened[1] if configs[0] is None and configs[1] is not None else opened[0]
     recipe = None
     # Tables of names need no recipe.
-    if options.recipe is not None or str in map(type, given.values()):
+    if options.recipe is not None or str in map(type, names_by_option.values()):
         recipe = find_recipe(options.recipe or AUTO, with_config)
-    found = []
-    for option, checkpoint, config in zip(given, opened, configs, strict=True):
+    renamed = []
+    for option, checkpoint, config in zip(names_by_option, opened, configs, strict=True):
         other = next((item for item in (config, *configs) if item is not None), None)
-        named = names_of(option, given[option], recipe, other)
+        named = names_of(option, names_by_option[option], recipe, other)
         if named is None:
             named = find_stacked_names(checkpoint, recipe, other)
-        found.append(checkpoint if named is None else in_recipe_names(checkpoint, named[1]))
-    return found[0], found[1]
+        renamed.append(checkpoint if named is None else in_recipe_names(checkpoint, named[1]))
+    return renamed[0], renamed[1]
 
 
 def _change(left: Compared, options: CompareOptions) -> Compared:
@@ -454,11 +458,11 @@ def check_digests(
     threads = choose_threads(threads, checkpoint.folder)
     columns = TensorColumns.of(checkpoint.tensors)
     recorded = columns.digests
-    known = [False] * len(columns)
+    has_digest = [False] * len(columns)
     if recorded is not None:
         for row, name in enumerate(columns.names):
             digest = recorded.of(row)
-            known[row] = digest is not None
+            has_digest[row] = digest is not None
             # The manifest must be consistent before anything is compared with it.
             if digest is not None and tensor_digest(digest.blocks) != digest:
                 raise FormatError(
@@ -475,18 +479,20 @@ def check_digests(
     unreadable = {block.tensor for block in damaged}
     rows = np.flatnonzero([name not in unreadable for name in columns.names])
     # The checksums that files contain are compared with the bytes that are read anyway.
-    own = [
+    checksums = [
         checksum
         for checksum in checkpoint.checksums
         if checksum.tensor in columns and checksum.tensor not in unreadable
     ]
-    seen = source_checksums(own)
-    reader = BlockReader(columns, files, seen.add if own else None)
+    seen = source_checksums(checksums)
+    reader = BlockReader(columns, files, seen.add if checksums else None)
     blocks = BlockDigests(WorkItems(columns, columns))
 
     def work(batch: Batch, memory: Workspace) -> tuple[Batch, bytes]:
         read = reader.read(batch.read, memory)
-        return batch, b"".join(block_digest(block) for of in read for block in of)
+        return batch, b"".join(
+            block_digest(block) for section_blocks in read for block in section_blocks
+        )
 
     total, done = int(columns.tensor_bytes[rows].sum()), 0
     batch_bytes = blocks.work_items.batched_bytes
@@ -499,14 +505,14 @@ def check_digests(
             done += batch.size_bytes
             if progress is not None:
                 progress(Progress(done, total, 0, blocks.work_items.last_name(batch)))
-        for stored, found in damaged_ranges(own, seen, files):
-            start, crc32s = stored.place.start_bytes, (f"{stored.crc32:08x}", f"{found:08x}")
+        for stored, actual in damaged_ranges(checksums, seen, files):
+            start, crc32s = stored.place.start_bytes, (f"{stored.crc32:08x}", f"{actual:08x}")
             place = f"{stored.place.path} bytes {start}:{start + stored.size_bytes}"
             damaged.append(DamagedBlock(stored.tensor, stored.part, *crc32s, (place,)))
         damaged += _find_damaged_items(checkpoint, files)
         # Copies with checksums in the files were compared with those above.
-        checked = {part.tensor for part in own}
-        recorded_names = itertools.compress(columns.names, known)
+        checked = {part.tensor for part in checksums}
+        recorded_names = itertools.compress(columns.names, has_digest)
         damaged += _find_damaged_copies(
             checkpoint, [name for name in recorded_names if name not in checked]
         )
@@ -515,19 +521,19 @@ def check_digests(
         results.close()
         files.close()
     for row in rows.tolist():
-        if recorded is not None and known[row] and recorded.of_blocks(row) != blocks.of(row):
+        if recorded is not None and has_digest[row] and recorded.of_blocks(row) != blocks.of(row):
             damaged += _list_damaged(columns.tensor(row), blocks.of(row), files)
-    without = tuple(itertools.compress(columns.names, (not item for item in known)))
+    without = tuple(itertools.compress(columns.names, (not item for item in has_digest)))
     return DigestReport(blocks.digests(rows.tolist()), without, tuple(damaged), done)
 
 
 def _list_damaged(
-    tensor: StoredTensor, found: bytes, files: OpenFiles[SourceFile]
+    tensor: StoredTensor, digests: bytes, files: OpenFiles[SourceFile]
 ) -> Iterator[DamagedBlock]:
     """Yield the blocks of a tensor whose digests are not those that were recorded."""
     reader = BlockReader(tensor, files)
     for block, expected in enumerate(tensor.digest.blocks if tensor.digest is not None else ()):
-        digest = found[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+        digest = digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
         if digest != expected:
             box = str(reader.grid(0).box(block))
             yield DamagedBlock(tensor.name, box, expected.hex(), digest.hex(), reader.places(block))
@@ -540,12 +546,12 @@ def _find_damaged_sources(
 
     def work(task: tuple[str, str, FileRange], memory: Workspace) -> DamagedBlock | None:
         name, box, place = task
-        found = files[place.path].find_damage(place.start_bytes)
-        if found is None:
+        damage = files[place.path].find_damage(place.start_bytes)
+        if damage is None:
             return None
-        stop_bytes = found.start_bytes + found.size_bytes
-        where = f"{found.name} bytes {found.start_bytes}:{stop_bytes}"
-        return DamagedBlock(name, box, "", "", (where,), found.problem)
+        stop_bytes = damage.start_bytes + damage.size_bytes
+        where = f"{damage.name} bytes {damage.start_bytes}:{stop_bytes}"
+        return DamagedBlock(name, box, "", "", (where,), damage.problem)
 
     def tasks() -> Iterator[tuple[str, str, FileRange]]:
         for name, tensor in checkpoint.tensors.items() if checkpoint.derived else ():
@@ -573,10 +579,10 @@ def _find_damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) ->
     """Return the items whose digest differs from the recorded digest."""
     damaged = []
     for name, item in checkpoint.items.items():
-        if item.digest is not None and item.digest != (found := item_digest(item, files)):
+        if item.digest is not None and item.digest != (digest := item_digest(item, files)):
             start = item.place.start_bytes
             place = f"{item.place.path} bytes {start}:{start + item.size_bytes}"
-            digests = (item.digest.hex(), found.hex())
+            digests = (item.digest.hex(), digest.hex())
             damaged.append(DamagedBlock(name, "the bytes", *digests, (place,)))
     return damaged
 

@@ -126,11 +126,11 @@ class StoredTensor(Record):
         layout = self.layout
         if len(self.binding.addresses) == len(layout.holders):
             return layout
-        kept = np.isin(layout.cell_slot, self.stored_slots)
+        is_stored = np.isin(layout.cell_slot, self.stored_slots)
         return layout.replace(
-            cell_slot=layout.cell_slot[kept],
-            cell_part=layout.cell_part[kept],
-            cell_contribution=layout.cell_contribution[kept],
+            cell_slot=layout.cell_slot[is_stored],
+            cell_part=layout.cell_part[is_stored],
+            cell_contribution=layout.cell_contribution[is_stored],
         )
 
     @cached_property

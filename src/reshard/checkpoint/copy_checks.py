@@ -323,7 +323,9 @@ def describe_differing(checkpoint: Checkpoint, differing: Sequence[DifferingCopi
             "Experts that each rank counts from 0 have the same names on all of them: number them "
             "over all ranks and save again. "
         )
-    elif (known := find_format(checkpoint.format)) is not None and known.takes_source_sharding:
+    elif (
+        checkpoint_format := find_format(checkpoint.format)
+    ) is not None and checkpoint_format.takes_source_sharding:
         text += (
             "If each rank holds another part, such as its own experts, the files lack the axis: "
             f"specify it with {_suggest_cut(differing)} (mesh= and rules= of open_checkpoint). "
@@ -561,9 +563,13 @@ def _find_lost_experts(checkpoint: Checkpoint) -> Iterator[tuple[frozenset[str],
     A router has a row for each expert. If every rank numbers its own experts from 0, and the writer
     keeps one of the tensors with the same name, only a fraction of the experts is stored.
     """
-    known = find_format(checkpoint.format)
+    checkpoint_format = find_format(checkpoint.format)
     ranks = {file.rank for file in checkpoint.files}
-    if known is None or not known.drops_copies(checkpoint) or len(ranks) < 2:
+    if (
+        checkpoint_format is None
+        or not checkpoint_format.drops_copies(checkpoint)
+        or len(ranks) < 2
+    ):
         return
     counts: dict[str, set[int]] = {}
     numbered: dict[str, set[int]] = {}
@@ -584,8 +590,14 @@ def _find_lost_experts(checkpoint: Checkpoint) -> Iterator[tuple[frozenset[str],
             routers[match[1]] = name, shape[0]
     for layer, (router, rows) in routers.items():
         own = numbered.get(layer, set())
-        found = counts.get(layer, set()) or ({len(own)} if own == {*range(len(own))} else set())
-        if len(found) != 1 or not 0 < (count := next(iter(found))) < rows or rows % count:
+        stacked_counts = counts.get(layer, set()) or (
+            {len(own)} if own == {*range(len(own))} else set()
+        )
+        if (
+            len(stacked_counts) != 1
+            or not 0 < (count := next(iter(stacked_counts))) < rows
+            or rows % count
+        ):
             continue
         first = members[layer][0]
         stored = checkpoint.tensors[first].stored_slots
@@ -740,17 +752,17 @@ def _read_groups(checkpoint: Checkpoint, reads: list[_Read]) -> Iterator[tuple[_
         _, number, member = task
         return number, member, _digest(reads[number], member, files, buffer)
 
-    found: list[dict[int, bytes]] = [{} for _ in reads]
+    digests_of_reads: list[dict[int, bytes]] = [{} for _ in reads]
     results = run_in_threads(tasks, work, _make_buffer, choose_threads(None, checkpoint.folder))
     try:
         for number, member, digest in results:
-            found[number][member] = digest
+            digests_of_reads[number][member] = digest
     finally:
         # Ends the threads, which still read if an error ended the loop, before their files are
         # closed.
         results.close()
         files.close()
-    for read, digests in zip(reads, found, strict=True):
+    for read, digests in zip(reads, digests_of_reads, strict=True):
         yield read, [digests[n] for n in range(len(digests))]
 
 

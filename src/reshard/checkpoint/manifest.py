@@ -149,10 +149,12 @@ def _describe_digests(digests: DigestColumns, low: int, high: int) -> list[str]:
         whole[at : at + _DIGEST_CHARACTERS] for at in range(0, len(whole), _DIGEST_CHARACTERS)
     ]
     ends = [(number - first[0]) * _DIGEST_CHARACTERS for number in first]
-    known = digests.is_known(np.arange(low, high)).tolist()
+    has_digest = digests.is_known(np.arange(low, high)).tolist()
     return [
         f',\n   "digest": "{whole}",\n   "block_digests": "{blocks[a:b]}"' if is_known else ""
-        for is_known, whole, (a, b) in zip(known, wholes, itertools.pairwise(ends), strict=True)
+        for is_known, whole, (a, b) in zip(
+            has_digest, wholes, itertools.pairwise(ends), strict=True
+        )
     ]
 
 
@@ -261,8 +263,8 @@ def _read_entries(text: bytes, begin: int, end: int) -> Iterator[_Entry]:
         entry = tensor.match(text, at)
         if entry is None:
             raise ValueError("other entries")
-        name, of, digest, blocks, more = entry.groups()
-        kind = kinds.get(of) or kinds.setdefault(of, of.decode())
+        name, kind_text, digest, blocks, more = entry.groups()
+        kind = kinds.get(kind_text) or kinds.setdefault(kind_text, kind_text.decode())
         digests = None if digest is None else (digest.decode(), blocks.decode())
         yield name.decode(), kind, kind, digests
         at = entry.end()
@@ -323,7 +325,7 @@ def _parse_tensors(
     kinds: list[TensorKind] = []
     block_counts: list[int] = []
     numbers: dict[str, int] = {}
-    names, kind, known, first = [], [], [], [0]
+    names, kind, has_digest, first = [], [], [], [0]
     blocks, whole = bytearray(), bytearray()
     for name, key, item, digests in entries:
         number = numbers.get(key)
@@ -335,7 +337,7 @@ def _parse_tensors(
             block_counts.append(kinds[-1].grid.count)
         names.append(name)
         kind.append(number)
-        known.append(digests is not None)
+        has_digest.append(digests is not None)
         if digests is None:
             whole += bytes(DIGEST_BYTES)
         else:
@@ -348,9 +350,9 @@ def _parse_tensors(
         np.array(first, dtype=np.int64),
         bytes(blocks),
         bytes(whole),
-        None if all(known) else np.array(known, dtype=bool),
+        None if all(has_digest) else np.array(has_digest, dtype=bool),
     )
-    return TensorColumns(names, kinds, kind, (), columns if any(known) else None)
+    return TensorColumns(names, kinds, kind, (), columns if any(has_digest) else None)
 
 
 def _parse_kind(

@@ -644,7 +644,7 @@ class ConversionRequest(Options):
         """Refuse options that exclude each other whatever the target is."""
         if self.dequantize and self.quantize is not None:
             raise UsageError("dequantize and quantize exclude each other; convert in two steps")
-        given = {
+        present = {
             "rules": bool(self.rules),
             "a recipe": self.has_recipe,
             "a strategy": self.strategy is not None,
@@ -657,10 +657,10 @@ class ConversionRequest(Options):
             "quantize": self.quantize is not None,
         }
         for option, others in _EXCLUDED.items():
-            for other in others if given[option] else ():
-                _refuse(given[other], other, option)
+            for other in others if present[option] else ():
+                _refuse(present[other], other, option)
         for other in _NOT_WITH_ADAPTERS if self.adapters else ():
-            if given[other]:
+            if present[other]:
                 raise UsageError(
                     f"adapters cannot go together with {other}; convert twice, with the adapters "
                     "first"
@@ -668,12 +668,12 @@ class ConversionRequest(Options):
 
     def _check_kept(self) -> None:
         """Refuse options that need a mesh if the request lacks a mesh."""
-        given = {
+        present = {
             "rules": bool(self.rules),
             "a recipe": self.has_recipe and not self.has_conventions,
             "a strategy": self.strategy is not None,
         }
-        for what, is_given in given.items():
+        for what, is_given in present.items():
             if is_given:
                 raise UsageError(
                     f"{what} without `to`, the mesh to shard over; give `to`, such as tp=2. "
@@ -681,13 +681,13 @@ class ConversionRequest(Options):
                 )
 
     def _read_adapters(self) -> None:
-        given = self.adapters
-        if isinstance(given, str | os.PathLike) or not isinstance(given, Iterable):
-            raise UsageError(f"adapters {given!r}; give a list of paths")
-        given = list(given)
-        if not all(isinstance(value, str | os.PathLike) for value in given):
-            raise UsageError(f"adapters {given!r}; give a list of paths")
-        object.__setattr__(self, "adapters", tuple(os.fspath(value) for value in given))
+        paths = self.adapters
+        if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable):
+            raise UsageError(f"adapters {paths!r}; give a list of paths")
+        paths = list(paths)
+        if not all(isinstance(value, str | os.PathLike) for value in paths):
+            raise UsageError(f"adapters {paths!r}; give a list of paths")
+        object.__setattr__(self, "adapters", tuple(os.fspath(value) for value in paths))
 
     def _read_layouts(self) -> None:
         """Read the layouts of engines. The target's determines its mesh."""
@@ -741,8 +741,8 @@ class ConversionRequest(Options):
             )
         _refuse(form not in holds, to, f"the format {self.format}")
         by = to if self.format is None else f"the format {self.format}"
-        every = self.replicas == "every"
-        _refuse(every and Capability.REPLICAS not in holds, f"replicas {self.replicas!r}", by)
+        is_every = self.replicas == "every"
+        _refuse(is_every and Capability.REPLICAS not in holds, f"replicas {self.replicas!r}", by)
         is_limited = self.most_file_bytes is not None
         _refuse(is_limited and Capability.FILE_LIMIT not in holds, "a limit for files", by)
 

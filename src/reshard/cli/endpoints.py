@@ -113,8 +113,8 @@ def open_source(
 
     if source_mesh is None:
         if source_rules or source_recipe is not None:
-            given = "--source-rule" if source_rules else "--source-recipe"
-            raise UsageError(f"{given} without --source-mesh; give the mesh of the ranks: tp=2")
+            option = "--source-rule" if source_rules else "--source-recipe"
+            raise UsageError(f"{option} without --source-mesh; give the mesh of the ranks: tp=2")
         if check_copies == CHECK_COPIES[0] and not allow:
             return path
     return open_checkpoint(
@@ -274,18 +274,18 @@ def plan_from_options(
     if format == target_format:
         arguments["format"] = None
     # Options that were not given have one of these defaults.
-    given = {
+    passed = {
         name: value
         for name, value in {**arguments, "config": config}.items()
         if value not in (None, (), False)
     }
-    for name in given:
+    for name in passed:
         if name not in options:
             raise UsageError(
                 f"--for {target_kind} with {_name_option(name)}: {reason}; leave it out, or "
                 "convert twice"
             )
-    return plan(opened, target, **given)
+    return plan(opened, target, **passed)
 
 
 # Norms and biases are far below this; with more, whole weights are copied for axes such as dp.

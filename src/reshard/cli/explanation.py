@@ -105,8 +105,8 @@ def explanation_of(
         )
     if shape is None:
         # Ragged and partitioned notations have layouts, which include the shape.
-        found = [s.reading.sharding for s in (before, after)]
-        shapes = [sharding.shape for sharding in found if isinstance(sharding, Layout)]
+        shardings = [s.reading.sharding for s in (before, after)]
+        shapes = [sharding.shape for sharding in shardings if isinstance(sharding, Layout)]
         if not shapes:
             raise UsageError(
                 "a sharding does not determine the shape of the tensor; give it: --shape 4096x1024"
@@ -155,13 +155,13 @@ class Explanation(Record):
         if set(source.mesh.devices) != set(target.mesh.devices):
             return "the two sides are on different devices"
         try:
-            found = find_program(source, target, self.plan.source.shape, steps=self.steps)
+            program = find_program(source, target, self.plan.source.shape, steps=self.steps)
         except PlanError as error:
             return str(error)
         # An exchange between any ranks is not a collective of a group.
-        if any(isinstance(step, Exchange) for step in found.steps):
+        if any(isinstance(step, Exchange) for step in program.steps):
             return "no collectives within groups of the mesh lead from one to the other"
-        return found
+        return program
 
     @property
     def program(self) -> Program | None:

@@ -261,8 +261,8 @@ def check_report(report_path: str | None, overwrite: bool, ranks_per_host: int |
             are given without `--html`.
     """
     if report_path is None:
-        for name, given in (("--overwrite", overwrite), ("--ranks-per-host", ranks_per_host)):
-            if given:
+        for name, value in (("--overwrite", overwrite), ("--ranks-per-host", ranks_per_host)):
+            if value:
                 raise UsageError(f"{name} needs a report; give --html FILE too")
         return
     if not report_path:

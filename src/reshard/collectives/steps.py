@@ -329,13 +329,13 @@ def complete_shards(
     if not missing:
         return shards
     needed = [rank for rank in missing if rank in layout.element_holders]
-    known: Any = next((shards[rank] for rank in layout.holders if rank in shards), None)
-    if needed or not hasattr(known, "reshape"):
+    sample: Any = next((shards[rank] for rank in layout.holders if rank in shards), None)
+    if needed or not hasattr(sample, "reshape"):
         raise ShardError(
             f"no array for rank {(needed or missing)[0]}; `{source}` holds data on ranks "
             f"{list(layout.element_holders or layout.holders)}, got {sort_for_reading(shards)}"
         )
-    nothing = known.reshape(-1)[:0]
+    nothing = sample.reshape(-1)[:0]
     return {**shards, **{rank: nothing.reshape(layout.local_shapes[rank]) for rank in missing}}
 
 

@@ -198,8 +198,10 @@ class LocalCopies(Record, eq=False):
     @classmethod
     def joined(cls, parts: Iterable[LocalCopies]) -> LocalCopies:
         """Concatenate copies."""
-        every = [cls.none(), *parts]
-        return cls(*(np.concatenate([getattr(part, name) for part in every]) for name in _COLUMNS))
+        all_parts = [cls.none(), *parts]
+        return cls(
+            *(np.concatenate([getattr(part, name) for part in all_parts]) for name in _COLUMNS)
+        )
 
     def by_rank(self, ranks: int) -> tuple[IntArray, IntArray, IntArray]:
         """Return bytes, runs and combined bytes of each rank, of shapes `(ranks,)`."""

@@ -78,8 +78,8 @@ class Measurement(Record):
 
     def __post_init__(self) -> None:
         if self.subject not in SUBJECTS and self.subject not in FORMULAS:
-            known = ", ".join([*SUBJECTS, *FORMULAS])
-            raise UsageError(f"unknown subject {self.subject!r}; it is one of {known}")
+            subjects = ", ".join([*SUBJECTS, *FORMULAS])
+            raise UsageError(f"unknown subject {self.subject!r}; it is one of {subjects}")
         if not 0 < self.seconds_s < float("inf"):
             raise UsageError(f"{self.name!r} took {self.seconds_s!r} seconds; more than 0 expected")
         if min(self.counts) < 0:
@@ -133,14 +133,16 @@ def fit(measurements: Iterable[Measurement]) -> Fitted:
     >>> round(found.within_host.latency_s * 1e4, 6)
     1.0
     """
-    every = tuple(measurements)
-    of = {subject: [item for item in every if item.subject == subject] for subject in SUBJECTS}
-    call_s = median([item.seconds_s for item in of[CALL]] or [0.0])
+    measured = tuple(measurements)
+    by_subject = {
+        subject: [item for item in measured if item.subject == subject] for subject in SUBJECTS
+    }
+    call_s = median([item.seconds_s for item in by_subject[CALL]] or [0.0])
     # A measured step includes a call.
-    step_s = max(median([item.seconds_s for item in of[STEP]] or [0.0]) - call_s, 0.0)
-    kinds = [kind for kind in FORMULAS if any(item.subject == kind for item in every)]
+    step_s = max(median([item.seconds_s for item in by_subject[STEP]] or [0.0]) - call_s, 0.0)
+    kinds = [kind for kind in FORMULAS if any(item.subject == kind for item in measured)]
     costs = {
-        subject: _fit_costs([item for item in every if item.subject == subject], call_s)
+        subject: _fit_costs([item for item in measured if item.subject == subject], call_s)
         for subject in [*SUBJECTS[2:], *kinds]
     }
     within_host, between_hosts, shared_messages, *collectives = (
@@ -163,7 +165,7 @@ def fit(measurements: Iterable[Measurement]) -> Fitted:
     ratios = tuple(
         (fixed_s[item.subject] + sum(map(operator.mul, item.counts, costs.get(item.subject, ()))))
         / item.seconds_s
-        for item in every
+        for item in measured
     )
     return Fitted(within_host, between_hosts, overhead, ratios)
 

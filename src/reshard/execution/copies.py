@@ -412,10 +412,10 @@ class CopyColumns(Record, eq=False):
         # The expanded rows: the row of each box, and its piece in every dimension.
         at: list[IntArray] = []
         for pieces in self.pieces:
-            of, piece = ragged_ranges(pieces.begin[rows], pieces.count[rows])
-            if not isinstance(of, slice):
-                at = [earlier[of] for earlier in at]
-                rows = rows[of]
+            row, piece = ragged_ranges(pieces.begin[rows], pieces.count[rows])
+            if not isinstance(row, slice):
+                at = [earlier[row] for earlier in at]
+                rows = rows[row]
             at.append(piece)
         columns = list(zip(self.pieces, at, strict=True))
         length = [pieces.length[piece] for pieces, piece in columns]

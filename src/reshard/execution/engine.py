@@ -172,9 +172,11 @@ class TensorRun:
 
     def name_sources(self) -> Iterator[memory.NamedStorage]:
         """Yield the arrays that are read, with their names in errors."""
-        of = "the source of rank" if self.name is None else f"the source of {self.name!r} on rank"
+        prefix = (
+            "the source of rank" if self.name is None else f"the source of {self.name!r} on rank"
+        )
         for slot, storage in self.held.items():
-            yield f"{of} {slot}", storage
+            yield f"{prefix} {slot}", storage
 
 
 def run(tensors: Sequence[TensorRun], threads: int | None = None) -> list[dict[int, Any]]:

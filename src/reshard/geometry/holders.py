@@ -308,15 +308,15 @@ def _keys_are_disjoint(layout: Layout, cells: IntArray, dimensions: list[Dimensi
     part = layout.cell_part[cells]
     boxes, cell = bounding_boxes(layout, layout.cell_contribution[cells], part, runs)
     # If a part has an index twice, only stretches divided at every edge separate them.
-    if any(of.has_twice(distinct(part[cell, d])) for d, of in enumerate(runs)):
+    if any(part_runs.has_twice(distinct(part[cell, d])) for d, part_runs in enumerate(runs)):
         return False
     for left, right in intersect_boxes(boxes, boxes, (layout.contributions, *layout.shape)):
         # Check each pair of cells once, and do not compare a cell to itself.
         other = left < right
         a, b = part[cell[left[other]]], part[cell[right[other]]]
         share = np.ones(len(a), dtype=bool)
-        for d, of in enumerate(runs):
-            share &= share_an_index(of, of, a[:, d], b[:, d])
+        for d, part_runs in enumerate(runs):
+            share &= share_an_index(part_runs, part_runs, a[:, d], b[:, d])
         if share.any():
             return False
     return True
@@ -333,8 +333,8 @@ def bounding_boxes(
     size = (layout.ndim + 1, len(contribution))
     start, stop = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
     start[0], stop[0] = contribution, contribution + 1
-    for d, of in enumerate(runs, start=1):
-        low, high = of.bounds()
+    for d, part_runs in enumerate(runs, start=1):
+        low, high = part_runs.bounds()
         start[d], stop[d] = low[part[:, d - 1]], high[part[:, d - 1]]
     cell = np.flatnonzero((start < stop).all(axis=0))
     if len(cell) < len(contribution):

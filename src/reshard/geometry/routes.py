@@ -201,8 +201,10 @@ class RouteFinder(Record, eq=False):
         """Return the needs of cells: the product of their pairs, for each contribution."""
         if self.intersections is not None:
             return self._find_intersecting_needs(cells, allowed, *self.intersections)
-        of, order, contribution = list_combined(self.combines, self.target.cell_contribution[cells])
-        cell = cells[of]
+        index, order, contribution = list_combined(
+            self.combines, self.target.cell_contribution[cells]
+        )
+        cell = cells[index]
         # The product of the pairs, dimension by dimension: a row is repeated for each of its pairs.
         pairs: tuple[IntArray, ...] = ()
         for d, overlap in enumerate(self.overlaps):

@@ -247,12 +247,12 @@ class MegatronGrids(Record):
         """
         if not groups:
             raise MeshError("there are no process groups; give those of at least one rank")
-        known = {axis for of in groups.values() for axis in of}
-        for problem in _find_misfits(groups, known):
+        axes = {axis for by_axis in groups.values() for axis in by_axis}
+        for problem in _find_misfits(groups, axes):
             raise MeshError(problem)
         dense, expert = dict.fromkeys(DENSE_AXES, ""), dict.fromkeys(EXPERT_AXES, "")
         for grid in (dense, expert):
-            grid.update({axis: axis for axis in grid if axis in known})
+            grid.update({axis: axis for axis in grid if axis in axes})
         # As in Megatron, experts are sharded as everything else unless they have own groups.
         expert["etp"] = expert["etp"] or dense["tp"]
         return cls(
@@ -291,29 +291,29 @@ class MegatronGrids(Record):
         return self._find_size("etp")
 
 
-def _find_misfits(groups: Mapping[int, Groups], known: set[str]) -> Iterator[str]:
+def _find_misfits(groups: Mapping[int, Groups], axes: set[str]) -> Iterator[str]:
     """Yield the problems of the groups by themselves."""
-    for axis in sorted(known - set(GROUP_AXES)):
+    for axis in sorted(axes - set(GROUP_AXES)):
         yield f"a process group along {axis!r}; the axes are {', '.join(GROUP_AXES)}"
-    for rank, of in groups.items():
-        for axis in sorted(known - of.keys()):
+    for rank, by_axis in groups.items():
+        for axis in sorted(axes - by_axis.keys()):
             yield f"rank {rank} has no process group along {axis}, which other ranks have"
-    for rank, of in groups.items():
-        for axis in sorted(known):
-            if rank not in of[axis]:
+    for rank, by_axis in groups.items():
+        for axis in sorted(axes):
+            if rank not in by_axis[axis]:
                 yield (
-                    f"rank {rank} has the ranks {list(of[axis])} for its group along {axis}, and "
-                    "is not among them; give each rank its own groups"
+                    f"rank {rank} has the ranks {list(by_axis[axis])} for its group along {axis}, "
+                    "and is not among them; give each rank its own groups"
                 )
-            for other in of.get(axis, ()):
+            for other in by_axis.get(axis, ()):
                 if other not in groups:
                     yield (
                         f"rank {rank} has rank {other} in its group along {axis}, which has no "
                         "part of the model; give the model on every rank of its groups"
                     )
-                elif tuple(groups[other].get(axis, ())) != tuple(of[axis]):
+                elif tuple(groups[other].get(axis, ())) != tuple(by_axis[axis]):
                     yield (
-                        f"rank {rank} has the group {list(of[axis])} along {axis}, but rank "
+                        f"rank {rank} has the group {list(by_axis[axis])} along {axis}, but rank "
                         f"{other} of it has {list(groups[other].get(axis, ()))}"
                     )
 
@@ -325,8 +325,8 @@ def _make_grid_of_groups(
     # The ranks at each place, 0 along every axis without a group; dicts for their order.
     places: dict[tuple[int, ...], dict[int, int]] = {}
     for rank in sorted(groups):
-        of = groups[rank]
-        at = [list(of[name]).index(rank) if name else 0 for name in named.values()]
+        by_axis = groups[rank]
+        at = [list(by_axis[name]).index(rank) if name else 0 for name in named.values()]
         places.setdefault(tuple(at), {})[rank] = 0
     if not named[copies]:
         # Without a group of copies, ranks of equal position are copies, ordered by rank.

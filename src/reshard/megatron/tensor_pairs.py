@@ -87,17 +87,17 @@ def _reconcile(
 
 
 def _check_types(source: MegatronParameter, target: MegatronParameter, cast: str | None) -> None:
-    wanted = None if cast is None else as_dtype(cast).name
+    cast_type = None if cast is None else as_dtype(cast).name
     if source.dtype is None or target.dtype is None:
-        if wanted is not None:
+        if cast_type is not None:
             raise SpecError(f"cast={cast!r} of a parameter whose dtype is not given on both sides")
         return
-    if source.dtype != target.dtype and wanted is None:
+    if source.dtype != target.dtype and cast_type is None:
         raise SpecError(
             f"the source is {source.dtype}, the target {target.dtype}; to convert, say "
             f"cast={target.dtype!r}"
         )
-    if wanted is not None and wanted != target.dtype:
+    if cast_type is not None and cast_type != target.dtype:
         raise SpecError(f"cast={cast!r}, but the target is {target.dtype}; cast to that")
 
 
@@ -241,8 +241,8 @@ def reconcile_all(
     ['word', 'out']
     """
     sources, targets = _index_by_name(source, "source"), _index_by_name(target, "target")
-    known = dict(ties or {})
-    serves = {name: _find_source(name, sources, known) for name in targets}
+    tied_names = dict(ties or {})
+    serves = {name: _find_source(name, sources, tied_names) for name in targets}
     missing = [name for name, served_by in serves.items() if served_by is None]
     if missing:
         raise SpecError(
@@ -251,8 +251,8 @@ def reconcile_all(
             "declare the name it is tied to in ties"
         )
     # A source is used if a target has any of the names tied to it.
-    used = {_find_root(name, known) for name in targets}
-    unused = [name for name in sources if _find_root(name, known) not in used]
+    used = {_find_root(name, tied_names) for name in targets}
+    unused = [name for name in sources if _find_root(name, tied_names) not in used]
     if unused:
         raise SpecError(
             f"the target has no {unused[0]!r}, which the source has"
@@ -261,14 +261,14 @@ def reconcile_all(
         )
     pairs = {}
     for name, served_by in serves.items():
-        to, of = targets[name], sources[served_by or name]
+        to, source_parameter = targets[name], sources[served_by or name]
         if isinstance(cast, str):
             # Parameters of equal types keep theirs, whatever the others are cast to.
-            chosen = cast if of.dtype != to.dtype else None
+            chosen = cast if source_parameter.dtype != to.dtype else None
         else:
             chosen = (cast or {}).get(name)
         try:
-            pairs[name] = reconcile(of, to, cast=chosen)
+            pairs[name] = reconcile(source_parameter, to, cast=chosen)
         except LayoutError as error:
             raise type(error)(f"parameter {name!r}: {error}") from error
     return pairs

@@ -73,20 +73,20 @@ class PlacementCall(Record):
         Raises:
             NotationError: too many arguments, or an unknown or repeated argument.
         """
-        found = dict(zip(parameters, self.arguments, strict=False))
+        by_parameter = dict(zip(parameters, self.arguments, strict=False))
         surplus = [str(argument) for argument in self.arguments[len(parameters) :]]
         for name, value in self.named:
             parameter = other_names.get(name, name)
-            if parameter in found or parameter not in parameters:
+            if parameter in by_parameter or parameter not in parameters:
                 surplus.append(f"{name}={value}")
             else:
-                found[parameter] = value
+                by_parameter[parameter] = value
         if surplus:
             raise NotationError(
                 f"{self.name} does not take {', '.join(surplus)}; write "
                 f"{self.name}({', '.join(parameters)})"
             )
-        return found
+        return by_parameter
 
 
 # Long names first: `RaggedShard` begins with torch's short name of `Replicate`.
@@ -230,7 +230,7 @@ def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | 
     return _read_mesh(text[begin + len("DeviceMesh(") : end], mesh), rest
 
 
-def _read_mesh(body: str, given: DeviceMesh | None) -> DeviceMesh:
+def _read_mesh(body: str, mesh: DeviceMesh | None) -> DeviceMesh:
     named = _AXIS_NAMES.search(body)
     names = [name.strip(" '\"") for name in named[1].split(",") if name.strip()] if named else []
     stride = _STRIDE.search(body)
@@ -253,12 +253,12 @@ def _read_mesh(body: str, given: DeviceMesh | None) -> DeviceMesh:
     elif not listed:
         raise NotationError("a mesh without sizes and ranks; give either")
     if (
-        given is not None
-        and given.shape == tuple(shape)
-        and (not names or list(given.axis_names) == names)
-        and (devices is None or list(given.devices) == devices)
+        mesh is not None
+        and mesh.shape == tuple(shape)
+        and (not names or list(mesh.axis_names) == names)
+        and (devices is None or list(mesh.devices) == devices)
     ):
-        return given
+        return mesh
     # A slice of a larger mesh has the strides of that mesh, and ranks that the text omits.
     if devices is None and stride and not _is_row_major(stride[1], shape):
         raise NotationError(
@@ -869,12 +869,12 @@ def find_placements(
     >>> print(*find_placements(spec(mesh, "tp / dp, -"), (8, 4)))
     _StridedShard(0, split_factor=2) Shard(0)
     """
-    found = placements_of(spec)
-    return found.placements if found.is_left_to_right else _find_strided(found, spec, shape)
+    ordered = placements_of(spec)
+    return ordered.placements if ordered.is_left_to_right else _find_strided(ordered, spec, shape)
 
 
 def _find_strided(
-    found: DTensorPlacements, spec: ShardingSpec, shape: Sequence[int] | None
+    ordered: DTensorPlacements, spec: ShardingSpec, shape: Sequence[int] | None
 ) -> tuple[Placement, ...]:
     """Return placements that give the layout of ordered placements if applied from left to right.
 
@@ -887,8 +887,8 @@ def _find_strided(
             "`_StridedShard` can be tried"
         )
         raise _VOCABULARY.refusal(spec, str(spec), why)
-    placements = list(found.placements)
-    for dim, axes in found.shard_order:
+    placements = list(ordered.placements)
+    for dim, axes in ordered.shard_order:
         for step, axis in enumerate(axes):
             blocks = 1
             # Axes that shard before this axis, but follow it in the mesh, are applied after it.

@@ -73,11 +73,11 @@ class FlatBuffer(Record):
         rank_multiple: int = 1,
     ) -> None:
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        given = tuple(
+        checked = tuple(
             (name, check_ints(shape, f"the shape of {name!r} in a flat buffer", NotationError))
             for name, shape in pairs
         )
-        object.__setattr__(self, "tensors", given)
+        object.__setattr__(self, "tensors", checked)
         for name, value in (
             ("ranks", ranks),
             ("alignment", alignment),
@@ -85,7 +85,7 @@ class FlatBuffer(Record):
         ):
             number = check_int(value, f"a flat buffer's {name}", NotationError, minimum=1)
             object.__setattr__(self, name, number)
-        counts = Counter(name for name, _ in given)
+        counts = Counter(name for name, _ in checked)
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
             raise NotationError(
@@ -95,14 +95,14 @@ class FlatBuffer(Record):
     @property
     def starts(self) -> tuple[int, ...]:
         """Where each tensor begins in the buffer, in elements."""
-        found: list[int] = []
+        starts: list[int] = []
         at = 0
         for _, shape in self.tensors:
             # Only beginnings are aligned: padding precedes a tensor and never follows the last.
             at = ceil_divide(at, self.alignment) * self.alignment
-            found.append(at)
+            starts.append(at)
             at += math.prod(shape)
-        return tuple(found)
+        return tuple(starts)
 
     @property
     def rank_elements(self) -> int:
@@ -127,12 +127,12 @@ class FlatBuffer(Record):
         if not 0 <= rank < self.ranks:
             raise NotationError(f"rank {rank} of a flat buffer over {self.ranks} ranks")
         low, high = rank * self.rank_elements, (rank + 1) * self.rank_elements
-        found = []
+        pieces = []
         for (name, shape), begin in zip(self.tensors, self.starts, strict=True):
             start, stop = max(low, begin), min(high, begin + math.prod(shape))
             if start < stop:
-                found.append(BufferPiece(name, start - begin, stop - begin, start - low))
-        return tuple(found)
+                pieces.append(BufferPiece(name, start - begin, stop - begin, start - low))
+        return tuple(pieces)
 
     def layout(self, name: str, devices: Sequence[int] | None = None) -> Layout:
         """Return the layout of a tensor; a rank without any of its elements holds nothing.

@@ -187,8 +187,8 @@ def _over_mesh(devices: Devices, kinds: Sequence[str], mesh: DeviceMesh) -> Shar
         # covers the others.
         along = devices[tuple(slice(None) if d == dim else 0 for d in range(devices.ndim))]
         axes.append(_find_axes(along - along[0], mesh))
-    known = [own for own in axes if own is not None]
-    spec = _make_spec(mesh, known, kinds) if len(known) == len(axes) else None
+    complete = [dim_axes for dim_axes in axes if dim_axes is not None]
+    spec = _make_spec(mesh, complete, kinds) if len(complete) == len(axes) else None
     # Tiles of a single part, which a text may contain anywhere, have no axes.
     if spec is None or not np.array_equal(_assign_tiles(spec)[0].squeeze(), devices.squeeze()):
         raise NotationError(
@@ -200,7 +200,7 @@ def _over_mesh(devices: Devices, kinds: Sequence[str], mesh: DeviceMesh) -> Shar
 
 def _find_axes(offsets: Devices, mesh: DeviceMesh) -> list[Axis] | None:
     """Return the parts of axes, major to minor, along which positions have these offsets."""
-    found: list[Axis] = []
+    axes: list[Axis] = []
     done = 1
     while done < len(offsets):
         # The next part: the most equal steps whose number divides the number of offsets left.
@@ -212,14 +212,14 @@ def _find_axes(offsets: Devices, mesh: DeviceMesh) -> list[Axis] | None:
         parts = _split_stride(stride, size, mesh) if stride > 0 and size > 1 else None
         if parts is None:
             return None
-        found = [*parts, *found]
+        axes = [*parts, *axes]
         done *= size
-    return found
+    return axes
 
 
 def _split_stride(stride: int, size: int, mesh: DeviceMesh) -> list[Axis] | None:
     """Return the parts of axes, major to minor, that `size` steps of `stride` positions are."""
-    found: list[Axis] = []
+    axes: list[Axis] = []
     below = 1
     # From the minor axis on: `below` is the product of the sizes of the axes after this axis.
     for name, length in zip(reversed(mesh.axis_names), reversed(mesh.shape), strict=True):
@@ -229,10 +229,10 @@ def _split_stride(stride: int, size: int, mesh: DeviceMesh) -> list[Axis] | None
             if stride % below or length % (inner * taken) or size % taken:
                 return None
             is_full = taken == length
-            found.insert(0, Axis(name) if is_full else Axis(name, length // (inner * taken), taken))
+            axes.insert(0, Axis(name) if is_full else Axis(name, length // (inner * taken), taken))
             stride, size = stride * taken, size // taken
         below *= length
-    return found if size == 1 else None
+    return axes if size == 1 else None
 
 
 def _make_spec(

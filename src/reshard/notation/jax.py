@@ -300,9 +300,9 @@ def _read_tile_assignment(
         return parse_hlo(text, DeviceMesh("mesh", (len(ids),), ("devices",), ids), shape)
     # The text numbers positions in the list of devices, so the axes are its own, and their
     # devices are replaced by ids.
-    found = parse_hlo(text, None, shape)
-    ranks = [ids[number] for number in found.mesh.devices]
-    return found.replace(mesh=found.mesh.replace(devices=ranks))
+    spec = parse_hlo(text, None, shape)
+    ranks = [ids[number] for number in spec.mesh.devices]
+    return spec.replace(mesh=spec.mesh.replace(devices=ranks))
 
 
 def _read_spec_object(

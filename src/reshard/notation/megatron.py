@@ -85,9 +85,9 @@ def parse_megatron(
     'tp=2 dp=2 | partition_dim=0 partition_stride=2 ndim=2'
     """
     ranks, bar, cut = text.rpartition("|")
-    given = _read_words(cut, _CUT_WORDS, text)
+    words = _read_words(cut, _CUT_WORDS, text)
     of_ranks = _read_words(ranks, _RANK_WORDS, text)
-    is_expert = "expert" in given
+    is_expert = "expert" in words
     if bar:
         mesh = _build_grid(of_ranks, is_expert, text)
     elif mesh is None:
@@ -101,60 +101,60 @@ def parse_megatron(
             f"{text!r} is sharded over {axis}, but the mesh has {', '.join(mesh.axis_names)}; "
             f"write the ranks before a bar, or name an axis {axis}"
         )
-    ndim = _find_ndim(given, shape, text)
-    rule = _build_rule(given, mesh.axis_size(axis), text)
+    ndim = _find_ndim(words, shape, text)
+    rule = _build_rule(words, mesh.axis_size(axis), text)
     # Without `partition_dim` nothing is sharded, and the dimension has no effect.
-    dim = _read_number(given, "partition_dim", text) or 0
+    dim = _read_number(words, "partition_dim", text) or 0
     if rule is not None and dim >= ndim:
         raise NotationError(f"partition_dim={dim} of a tensor of {ndim} dimensions in {text!r}")
     stages, expert_ranks = (
-        _read_numbers(given, "stages", text),
-        _read_numbers(given, "expert_ranks", text),
+        _read_numbers(words, "stages", text),
+        _read_numbers(words, "expert_ranks", text),
     )
     if expert_ranks is not None and not is_expert:
         raise NotationError(f"expert_ranks without `expert` in {text!r}; add `expert`")
     return tensor_parallel_spec(mesh, axis, ndim, dim, rule, {"pp": stages, "ep": expert_ranks})
 
 
-def _read_words(text: str, known: Sequence[str], whole: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _read_words(text: str, allowed: Sequence[str], whole: str) -> dict[str, str]:
+    words: dict[str, str] = {}
     for item in text.split():
         word, equals, value = item.partition("=")
         # `expert` is the only word without a value.
-        if word not in known or word in found or bool(equals and value) == (word == "expert"):
+        if word not in allowed or word in words or bool(equals and value) == (word == "expert"):
             raise NotationError(
-                f"cannot read {item!r} in {whole!r}; write each of {', '.join(known)} at most "
+                f"cannot read {item!r} in {whole!r}; write each of {', '.join(allowed)} at most "
                 "once, with its value, such as tp=2 dp=4 | partition_dim=0 partition_stride=2"
             )
-        found[word] = value
-    return found
+        words[word] = value
+    return words
 
 
-def _read_numbers(given: dict[str, str], word: str, text: str) -> tuple[int, ...] | None:
-    if word not in given:
+def _read_numbers(words: dict[str, str], word: str, text: str) -> tuple[int, ...] | None:
+    if word not in words:
         return None
-    items = given[word].split(",")
+    items = words[word].split(",")
     if not all(item.isdecimal() for item in items):
         raise NotationError(
-            f"cannot read {word}={given[word]} in {text!r}; write whole numbers and commas"
+            f"cannot read {word}={words[word]} in {text!r}; write whole numbers and commas"
         )
     return tuple(int(item) for item in items)
 
 
-def _read_number(given: dict[str, str], word: str, text: str) -> int | None:
-    numbers = _read_numbers(given, word, text)
+def _read_number(words: dict[str, str], word: str, text: str) -> int | None:
+    numbers = _read_numbers(words, word, text)
     if numbers is None:
         return None
     if len(numbers) != 1:
-        raise NotationError(f"cannot read {word}={given[word]} in {text!r}; write a single number")
+        raise NotationError(f"cannot read {word}={words[word]} in {text!r}; write a single number")
     return numbers[0]
 
 
-def _build_grid(given: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
+def _build_grid(words: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
     """Return the grid of ranks that the words before the bar describe."""
-    sizes = {word: _read_number(given, word, text) or 0 for word in given if word != "order"}
+    sizes = {word: _read_number(words, word, text) or 0 for word in words if word != "order"}
     offset = sizes.pop("offset", 0)
-    order = given.get("order", DEFAULT_ORDER)
+    order = words.get("order", DEFAULT_ORDER)
     # Without edp the words are Megatron's own sizes, from which both grids follow.
     if "edp" not in sizes:
         ranks = MegatronRanks(order=order, offset=offset, **sizes)
@@ -167,8 +167,8 @@ def _build_grid(given: dict[str, str], is_expert: bool, text: str) -> DeviceMesh
     return rank_grid({axis: sizes.get(axis, 1) for axis in EXPERT_AXES}, order, offset)
 
 
-def _find_ndim(given: dict[str, str], shape: Sequence[int] | None, text: str) -> int:
-    stated = _read_number(given, "ndim", text)
+def _find_ndim(words: dict[str, str], shape: Sequence[int] | None, text: str) -> int:
+    stated = _read_number(words, "ndim", text)
     if stated is None and shape is None:
         raise NotationError(
             f"{text!r} lacks the number of dimensions of the tensor; add ndim=2, or give a shape"
@@ -178,24 +178,24 @@ def _find_ndim(given: dict[str, str], shape: Sequence[int] | None, text: str) ->
     return len(shape) if shape is not None else (stated or 0)
 
 
-def _build_rule(given: dict[str, str], parts: int, text: str) -> CutRule | None:
+def _build_rule(words: dict[str, str], parts: int, text: str) -> CutRule | None:
     """Return the rule of the sharded dimension, or None if no dimension is sharded."""
     ways = ("partition_stride", "partition_sizes", "heads", "pad")
     # A stride of 1 has no effect.
-    chosen = [word for word in ways if word in given and (word, given[word]) != (ways[0], "1")]
-    lengths = _read_numbers(given, "local_lengths", text)
-    if "partition_dim" not in given and (chosen or lengths):
+    chosen = [word for word in ways if word in words and (word, words[word]) != (ways[0], "1")]
+    lengths = _read_numbers(words, "local_lengths", text)
+    if "partition_dim" not in words and (chosen or lengths):
         raise NotationError(f"{(chosen or ['local_lengths'])[0]} without partition_dim in {text!r}")
     if len(chosen) > 1 or (lengths is not None and chosen not in ([], ["partition_stride"])):
         raise NotationError(
             f"{' and '.join(chosen)}{' and local_lengths' if lengths else ''} in {text!r}; give "
             "only one of them"
         )
-    if "partition_dim" not in given:
+    if "partition_dim" not in words:
         return None
     if not chosen:
         return Ceil() if lengths is None else Sizes(lengths)
-    number = None if chosen == ["partition_sizes"] else _read_number(given, chosen[0], text)
+    number = None if chosen == ["partition_sizes"] else _read_number(words, chosen[0], text)
     if chosen == ["partition_stride"]:
         return Strided(number or 0, lengths)
     if chosen == ["heads"]:
@@ -204,7 +204,7 @@ def _build_rule(given: dict[str, str], parts: int, text: str) -> CutRule | None:
         return Padded(number or 0)
     rows = [
         _read_numbers({"partition_sizes": row}, "partition_sizes", text) or ()
-        for row in given["partition_sizes"].split(";")
+        for row in words["partition_sizes"].split(";")
     ]
     if len(rows) == 1:
         return blocks_rule(rows * parts)
@@ -283,10 +283,10 @@ def _write_cut(spec: ShardingSpec, axis: str) -> list[str]:
         why = f"a single dimension is sharded, over the axis {axis}"
         raise _VOCABULARY.refusal(spec, str(spec), why)
     words = [f"partition_dim={dim}", *_write_rule(level.rule, spec.mesh.axis_size(axis))]
-    given = dict(word.split("=") for word in words)
+    parsed = dict(word.split("=") for word in words)
     # The words are read back: rules that they cannot express come back as another rule.
-    if any(not value for value in given.values()) or (
-        _build_rule(given, spec.mesh.axis_size(axis), " ".join(words)) != level.rule
+    if any(not value for value in parsed.values()) or (
+        _build_rule(parsed, spec.mesh.axis_size(axis), " ".join(words)) != level.rule
     ):
         why = (
             "it has equal parts, strides, blocks of which every rank has an equal or a given "

@@ -77,8 +77,8 @@ def parse_mlir(
         if grid_name in grids:
             mesh = grids[grid_name]
         elif grids and grid_name is not None:
-            known = ", ".join(map(symbol_text, grids))
-            raise NotationError(f"unknown grid @{grid_name}; the text has {known}")
+            names = ", ".join(map(symbol_text, grids))
+            raise NotationError(f"unknown grid @{grid_name}; the text has {names}")
         # Lists without the name of a grid belong to the only grid of the text.
         elif len(grids) == 1:
             (mesh,) = grids.values()
@@ -154,8 +154,8 @@ def _read_sharding(
         scanner.expect("=")
         word = scanner.take(r"\w+")
         if not word or word[0] not in _REDUCTIONS:
-            given = f"the reduction {word[0]!r}" if word else "no reduction"
-            raise NotationError(f"{given} of partial axes; expected {', '.join(_REDUCTIONS)}")
+            described = f"the reduction {word[0]!r}" if word else "no reduction"
+            raise NotationError(f"{described} of partial axes; expected {', '.join(_REDUCTIONS)}")
         reduction = _REDUCTIONS[word[0]]
         partial_axes = [_find_axis(number, mesh) for number in scanner.numbers()]
         scanner.accept(",")

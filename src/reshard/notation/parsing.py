@@ -234,11 +234,13 @@ class Vocabulary(Record):
                 "leave these axes out",
             )
         if spec.reduction is not None and spec.reduction not in self.reductions:
-            known = f"only {', '.join(self.reductions)}" if self.reductions else "no partial axes"
+            available = (
+                f"only {', '.join(self.reductions)}" if self.reductions else "no partial axes"
+            )
             raise self.refusal(
                 spec,
                 f"{spec.reduction}({' '.join(map(str, spec.partial_axes))})",
-                f"it has {known}; reduce the tensor first",
+                f"it has {available}; reduce the tensor first",
             )
         if spec.only and not self.has_restrictions:
             held = " ".join(f"{axis}={','.join(map(str, at))}" for axis, at in spec.only)

@@ -79,19 +79,19 @@ class PartitionedShard(Record):
             if not isinstance(number, int):
                 raise NotationError(f"{name} {number} of a PartitionedShard must be a number")
             object.__setattr__(self, name, number)
-        given = _as_tuples(self.splits, "splits")
+        splits = _as_tuples(self.splits, "splits")
         if self.aligned and isinstance(self.splits, _UnalignedRows):
-            given = tuple(map(sum, zip(*self.splits, strict=True)))
+            splits = tuple(map(sum, zip(*self.splits, strict=True)))
         # Shown in errors until the splits have been checked.
-        object.__setattr__(self, "splits", given)
-        object.__setattr__(self, "splits", self._check_splits(given))
+        object.__setattr__(self, "splits", splits)
+        object.__setattr__(self, "splits", self._check_splits(splits))
 
-    def _check_splits(self, given: object) -> Splits:
+    def _check_splits(self, splits: object) -> Splits:
         count = self.num_partitions
-        items = given if isinstance(given, tuple) else (given,)
+        items = splits if isinstance(splits, tuple) else (splits,)
         rows = tuple(item for item in items if isinstance(item, tuple))
         sizes = tuple(item for item in items if isinstance(item, int))
-        if not isinstance(given, tuple) or (rows and sizes):
+        if not isinstance(splits, tuple) or (rows and sizes):
             raise self._refusal(
                 "are numbers and rows; give a number per partition, or a row per rank"
             )
@@ -166,16 +166,16 @@ class PartitionedShard(Record):
         >>> PartitionedShard.from_rule(0, WholeBlocks((4, 2)), 2)
         PartitionedShard(dim=0, num_partitions=2, splits=(4, 2), aligned=True)
         """
-        found = None
+        placement = None
         if isinstance(rule, WholeBlocks):
-            found = cls(dim, len(rule.sizes), rule.sizes, aligned=True)
+            placement = cls(dim, len(rule.sizes), rule.sizes, aligned=True)
         elif isinstance(rule, Blocks):
-            found = cls(dim, len(rule.sizes), rule.sizes)
+            placement = cls(dim, len(rule.sizes), rule.sizes)
         elif isinstance(rule, Pieces) and all(len(block) == parts for block in rule.pieces):
             rows = tuple(tuple(block[part] for block in rule.pieces) for part in range(parts))
-            found = cls(dim, len(rule.pieces), rows)
+            placement = cls(dim, len(rule.pieces), rows)
         # The rule may have counts or an inner rule, which a placement does not express.
-        return found if found is not None and found.rule == rule else None
+        return placement if placement is not None and placement.rule == rule else None
 
     def __str__(self) -> str:
         aligned = ", aligned=True" if self.aligned else ""

@@ -186,16 +186,16 @@ def read_sharding(
     chosen, rest = _find_named(text, notation)
     if chosen is not None:
         return ParsedSharding(chosen, chosen.parse(rest, mesh, shape))
-    found = [candidate for candidate in NOTATIONS.values() if candidate.recognises(text)]
-    if len(found) > 1:
-        names = " or ".join(candidate.name for candidate in found)
+    candidates = [candidate for candidate in NOTATIONS.values() if candidate.recognises(text)]
+    if len(candidates) > 1:
+        names = " or ".join(candidate.name for candidate in candidates)
         raise NotationError(f"`{text}` may be {names}; {_list_examples()}")
     # A text that a notation recognises is not tried as another: the error is that notation's.
-    if found:
+    if candidates:
         try:
-            return ParsedSharding(found[0], found[0].parse(text, mesh, shape))
+            return ParsedSharding(candidates[0], candidates[0].parse(text, mesh, shape))
         except LayoutError as error:
-            raise type(error)(f"{error} (read as {found[0].name})") from None
+            raise type(error)(f"{error} (read as {candidates[0].name})") from None
     native = NOTATIONS[NATIVE]
     try:
         return ParsedSharding(native, native.parse(text, mesh, shape))

@@ -190,9 +190,9 @@ def parse_scalapack(
             len(shape) != 2
             or any(size not in (None, length) for size, length in zip(sizes, shape, strict=True))
         ):
-            wanted = " x ".join("any" if size is None else str(size) for size in sizes)
+            expected = " x ".join("any" if size is None else str(size) for size in sizes)
             raise NotationError(
-                f"a descriptor of a matrix of {wanted} for shape {list(shape)}; both must agree"
+                f"a descriptor of a matrix of {expected} for shape {list(shape)}; both must agree"
             )
         return descriptor.sharding(grid)
 
@@ -260,9 +260,9 @@ def _is_number(text: str) -> bool:
 def _choose_grid(text: str | None, order: str | None, mesh: DeviceMesh | None) -> DeviceMesh:
     """Return the grid of the text, or the mesh if the text has none or the same grid."""
     if text is not None:
-        found = _read_grid_ranks(text, order) if "[" in text else _read_grid_sizes(text, order)
-        is_same = mesh is not None and (mesh.shape, mesh.devices) == (found.shape, found.devices)
-        return mesh if mesh is not None and is_same else found
+        grid = _read_grid_ranks(text, order) if "[" in text else _read_grid_sizes(text, order)
+        is_same = mesh is not None and (mesh.shape, mesh.devices) == (grid.shape, grid.devices)
+        return mesh if mesh is not None and is_same else grid
     if mesh is None:
         raise NotationError("the grid of processes is missing; give a mesh, or grid=2x3")
     _expect_two_axes(mesh)
@@ -354,9 +354,9 @@ def _find_block_cyclic(spec: ShardingSpec, dim: int, length: int | None) -> Bloc
         table = rule.table(length, parts)
         runs = table.runs_of(0)
         # The first part's first run is a block. Run tables are interned, so `is` compares them.
-        found = BlockCyclic(runs[0][1] - runs[0][0] if runs else 1)
-        if found.table(length, parts) is table:
-            return found
+        candidate = BlockCyclic(runs[0][1] - runs[0][0] if runs else 1)
+        if candidate.table(length, parts) is table:
+            return candidate
     why = "blocks are assigned in turn; give a shape, for which other rules may be equal"
     if length is not None:
         why = f"for length {length} its blocks are not assigned in turn"

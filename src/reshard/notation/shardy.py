@@ -65,10 +65,12 @@ def parse_shardy(
         scanner = Scanner(text)
         meshes: dict[str, DeviceMesh] = {}
         while scanner.looks_at(r"sdy\.mesh\b|#sdy\.mesh\b|@"):
-            found = _read_mesh_definition(scanner)
-            if found.name in meshes:
-                raise NotationError(f"mesh @{found.name} occurs twice; give each mesh its own name")
-            meshes[found.name] = found
+            definition = _read_mesh_definition(scanner)
+            if definition.name in meshes:
+                raise NotationError(
+                    f"mesh @{definition.name} occurs twice; give each mesh its own name"
+                )
+            meshes[definition.name] = definition
         return _read_sharding(scanner, meshes, mesh, shape)
 
 
@@ -133,7 +135,7 @@ def _read_name(scanner: Scanner) -> str:
 def _read_sharding(
     scanner: Scanner,
     meshes: dict[str, DeviceMesh],
-    given: DeviceMesh | None,
+    default_mesh: DeviceMesh | None,
     shape: Sequence[int] | None,
 ) -> ShardingSpec:
     scanner.take(r"sdy\.sharding\s*=")
@@ -141,12 +143,12 @@ def _read_sharding(
     is_bare = not scanner.looks_at(r"#|<")
     marks: dict[str, tuple[str, list[Axis]]] = {}
     if is_bare:
-        mesh = next(iter(meshes.values())) if len(meshes) == 1 else given
+        mesh = next(iter(meshes.values())) if len(meshes) == 1 else default_mesh
         dims = _read_dims(scanner)
     else:
         scanner.take(r"#sdy\.sharding\b")
         scanner.expect("<")
-        mesh = _read_mesh_of_sharding(scanner, meshes, given)
+        mesh = _read_mesh_of_sharding(scanner, meshes, default_mesh)
         scanner.expect(",")
         dims = _read_dims(scanner)
         while scanner.accept(","):
@@ -180,7 +182,7 @@ def _read_sharding(
 
 
 def _read_mesh_of_sharding(
-    scanner: Scanner, meshes: dict[str, DeviceMesh], given: DeviceMesh | None
+    scanner: Scanner, meshes: dict[str, DeviceMesh], default_mesh: DeviceMesh | None
 ) -> DeviceMesh | None:
     """Return the mesh of a sharding: its own, the mesh that its text names, or the given mesh."""
     name = scanner.symbol()
@@ -191,9 +193,9 @@ def _read_mesh_of_sharding(
     if name in meshes:
         return meshes[name]
     if meshes:
-        known = ", ".join(map(symbol_text, meshes))
-        raise NotationError(f"unknown mesh {symbol_text(name)}; the text has {known}")
-    return given
+        names = ", ".join(map(symbol_text, meshes))
+        raise NotationError(f"unknown mesh {symbol_text(name)}; the text has {names}")
+    return default_mesh
 
 
 def _read_dims(scanner: Scanner) -> list[DimSpec]:

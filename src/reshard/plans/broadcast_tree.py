@@ -267,8 +267,8 @@ def build_trees(
         flows.rack_begin[receiver] + turn % flows.rack_count[receiver],
     )
     of_host = flows.host_begin[receiver] + turn % flows.host_count[receiver]
-    for known in (of_rack, first):
-        of_host = np.where(flows.host_begin[receiver] == flows.host_begin[known], known, of_host)
+    for holder in (of_rack, first):
+        of_host = np.where(flows.host_begin[receiver] == flows.host_begin[holder], holder, of_host)
     sender = np.where(receiver != of_host, of_host, np.where(receiver != of_rack, of_rack, first))
     stage = np.where(
         receiver != of_host,

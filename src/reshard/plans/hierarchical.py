@@ -69,24 +69,24 @@ def find_boxes(
     base = np.append(before, 0)[np.searchsorted(boxes.group, group)]
     low = np.searchsorted(before, base + first, side="right") - 1
     count = np.searchsorted(before, base + stop, side="left") - low
-    of, box = ragged_numbers(low, count)
+    index, box = ragged_numbers(low, count)
     chosen = boxes.take(box)
-    inside, size = before[box] - base[of], chosen.shape.prod(axis=1)
-    begin, end = np.maximum(first[of] - inside, 0), np.minimum(stop[of] - inside, size)
+    inside, size = before[box] - base[index], chosen.shape.prod(axis=1)
+    begin, end = np.maximum(first[index] - inside, 0), np.minimum(stop[index] - inside, size)
     cut = np.flatnonzero((begin > 0) | (end < size))
     if not len(cut):
-        return of, chosen
+        return index, chosen
     of_cut, part_start, part_shape = split_boxes(chosen.shape[cut], begin[cut], end[cut])
     # The parts replace the box that was split, in the same position.
-    count = np.ones(len(of), dtype=np.int64)
+    count = np.ones(len(index), dtype=np.int64)
     count[cut] = np.bincount(of_cut, minlength=len(cut))
-    row = np.repeat(np.arange(len(of)), count)
-    is_cut = np.zeros(len(of), dtype=bool)
+    row = np.repeat(np.arange(len(index)), count)
+    is_cut = np.zeros(len(index), dtype=bool)
     is_cut[cut] = True
     chosen, is_cut = chosen.take(row), is_cut[row]
     chosen.start[is_cut] += part_start
     chosen.shape[is_cut] = part_shape
-    return of[row], chosen
+    return index[row], chosen
 
 
 def make_transfers(
@@ -317,16 +317,16 @@ class StagedJob(Record):
         groups, flows = self._find_parts(item)
         columns = self.fragments
         flow = columns.flow[chosen]
-        of, boxes = find_boxes(
+        index, boxes = find_boxes(
             groups, flows.group[flow], columns.first[chosen], columns.stop[chosen]
         )
-        fragment = chosen[of]
+        fragment = chosen[index]
         source, relay = columns.source_cell[fragment], columns.relay[fragment]
         # Every fragment is first sent to its relay.
         exchange = [make_transfers(groups, boxes, source, flows.receiver[relay])]
 
         # The other receivers get each box from a receiver that has it, or from a source cell.
-        row, stage, sender, receiver = broadcast_tree.build_trees(flows, flow[of], relay)
+        row, stage, sender, receiver = broadcast_tree.build_trees(flows, flow[index], relay)
         is_direct = columns.is_direct[fragment][row]
         at = row[is_direct]
         second, into = columns.second_cell[fragment[at]], flows.receiver[receiver[is_direct]]
@@ -343,8 +343,8 @@ class StagedJob(Record):
         if rank is not None:
             staying = np.flatnonzero(item.change.target.cell_slot[flows.staying_target] == rank)
         group = flows.staying_group[staying]
-        of, boxes = find_boxes(groups, group, np.zeros_like(group), groups.elements[group])
-        ends = (end[staying][of] for end in (flows.staying_source, flows.staying_target))
+        index, boxes = find_boxes(groups, group, np.zeros_like(group), groups.elements[group])
+        ends = (end[staying][index] for end in (flows.staying_source, flows.staying_target))
         exchange.append(make_transfers(groups, boxes, *ends))
         stages = (Transfers.joined(exchange), *forwarded)
         if rank is None:
@@ -444,11 +444,11 @@ class StagedJob(Record):
         return self._find_bound_bytes(Topology(self.topology.host_rack[self.topology.rank_host]))
 
     def _find_bound_bytes(self, boxes: Topology) -> int:
-        known: dict[LayoutChange, int] = {}
+        bounds: dict[LayoutChange, int] = {}
         for item in self.job.items:
-            if item.change not in known:
-                known[item.change] = broadcast_tree.across_hosts_bound_elements(item.change, boxes)
-        return sum(known[item.change] * item.dtype.itemsize_bytes for item in self.job.items)
+            if item.change not in bounds:
+                bounds[item.change] = broadcast_tree.across_hosts_bound_elements(item.change, boxes)
+        return sum(bounds[item.change] * item.dtype.itemsize_bytes for item in self.job.items)
 
     @cached_property
     def digest(self) -> str:

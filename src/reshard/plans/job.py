@@ -163,16 +163,16 @@ class JobTransfers(Mapping[str, Transfers]):
                 continue
             columns = [column.reshape(len(column), -1) for column in group.transfers.columns]
             rows = np.ascontiguousarray(np.concatenate(columns, axis=1, dtype=np.int64))
-            known: dict[bytes, Transfers] = {}
+            distinct: dict[bytes, Transfers] = {}
             bounds = group.begin.tolist()
             for index, item in enumerate(group.tensors.items.tolist()):
                 low, high = bounds[index], bounds[index + 1]
                 if low == high:
                     continue
                 key = rows[low:high].tobytes()
-                if key not in known:
-                    known[key] = group.transfers.take(slice(low, high))
-                result[self._names[item]] = known[key]
+                if key not in distinct:
+                    distinct[key] = group.transfers.take(slice(low, high))
+                result[self._names[item]] = distinct[key]
         return result
 
     @property

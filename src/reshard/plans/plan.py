@@ -178,9 +178,9 @@ class Plan(Interned):
         return format_plan(self.change, self.transfers, self.dtype)
 
     def __repr__(self) -> str:
-        of = "" if self.dtype is None else f" {self.dtype.name}"
+        element_type = "" if self.dtype is None else f" {self.dtype.name}"
         return (
-            f"<Plan of{of} {list(self.source.shape)} from {len(self.source.holders)} to "
+            f"<Plan of{element_type} {list(self.source.shape)} from {len(self.source.holders)} to "
             f"{len(self.target.holders)} ranks>"
         )
 

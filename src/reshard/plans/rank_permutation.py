@@ -198,16 +198,16 @@ def _count_kept_bytes(weights: Mapping[LayoutChange, int], ranks: int) -> IntArr
     """Count the bytes that a rank holds of the elements of a position: shape `(ranks, ranks)`."""
     total = np.zeros((ranks, ranks), dtype=np.int64)
     for plan, weight in weights.items():
-        kept = plan.overlap_elements()
+        overlap = plan.overlap_elements()
         # Ranks that no position may be assigned to are left out.
-        rows, columns = min(ranks, kept.shape[0]), min(ranks, kept.shape[1])
-        total[:rows, :columns] += weight * kept[:rows, :columns]
+        rows, columns = min(ranks, overlap.shape[0]), min(ranks, overlap.shape[1])
+        total[:rows, :columns] += weight * overlap[:rows, :columns]
     return total
 
 
 def _assign_within_hosts(
     weights: Mapping[LayoutChange, int],
-    kept: IntArray,
+    kept_bytes: IntArray,
     positions: list[int],
     ranks: list[int],
     topology: Topology,
@@ -218,10 +218,10 @@ def _assign_within_hosts(
     if not exchange_hosts:
         home_of = {host: host for host in groups}
     else:
-        home_of = _choose_homes(weights, kept, groups, homes, topology)
+        home_of = _choose_homes(weights, kept_bytes, groups, homes, topology)
     assigned: dict[int, int] = {}
     for host, home in home_of.items():
-        assigned |= _assign_ranks(kept, groups[host], homes.get(home, []), f" on host {host}")
+        assigned |= _assign_ranks(kept_bytes, groups[host], homes.get(home, []), f" on host {host}")
     return assigned
 
 
@@ -234,7 +234,7 @@ def _group_by_host(ranks: list[int], topology: Topology) -> dict[int, list[int]]
 
 def _choose_homes(
     weights: Mapping[LayoutChange, int],
-    kept: IntArray,
+    kept_bytes: IntArray,
     groups: dict[int, list[int]],
     homes: dict[int, list[int]],
     topology: Topology,
@@ -255,8 +255,10 @@ def _choose_homes(
     for i, group in enumerate(groups.values()):
         for j, home in enumerate(homes.values()):
             if len(group) <= len(home):
-                assigned = _assign_ranks(kept, group, home)
-                stays[i, j] = sum(int(kept[rank, position]) for position, rank in assigned.items())
+                assigned = _assign_ranks(kept_bytes, group, home)
+                stays[i, j] = sum(
+                    int(kept_bytes[rank, position]) for position, rank in assigned.items()
+                )
     fits = stays >= 0
     # Lexicographically: maximize the hosts that fit, minimize crossing bytes, maximize kept bytes.
     worth = _rank_worths(
@@ -295,7 +297,7 @@ def _check_exact(worth: int, positions: int) -> None:
 
 
 def _assign_ranks(
-    kept: IntArray, positions: list[int], ranks: list[int], where: str = ""
+    kept_bytes: IntArray, positions: list[int], ranks: list[int], where: str = ""
 ) -> dict[int, int]:
     """Return the rank of each position such that most bytes are kept."""
     if len(ranks) < len(positions):
@@ -304,7 +306,7 @@ def _assign_ranks(
             f"target{where}; give at least as many ranks as positions"
         )
     same = np.array(positions)[:, None] == np.array(ranks)
-    chosen = _solve_assignment(kept[np.ix_(ranks, positions)].T, same) if positions else []
+    chosen = _solve_assignment(kept_bytes[np.ix_(ranks, positions)].T, same) if positions else []
     return {positions[i]: ranks[j] for i, j in chosen}
 
 
@@ -325,6 +327,6 @@ def _complete(rank_of: dict[int, int], ranks: set[int]) -> dict[int, int]:
     """Extend the assignment to a permutation; remaining ranks keep their number if it is free."""
     free = ranks - set(rank_of.values())
     left = ranks - set(rank_of)
-    kept = free & left
-    moved = zip(sorted(left - kept), sorted(free - kept), strict=True)
-    return dict(sorted({**rank_of, **{rank: rank for rank in kept}, **dict(moved)}.items()))
+    unchanged = free & left
+    moved = zip(sorted(left - unchanged), sorted(free - unchanged), strict=True)
+    return dict(sorted({**rank_of, **{rank: rank for rank in unchanged}, **dict(moved)}.items()))

@@ -181,7 +181,10 @@ def are_cut_alike(change: LayoutChange) -> bool:
         boxes.setdefault(receiver, {}).setdefault(order, []).append(box)
         senders.add((receiver, order, int(rows.source_slot[row])))
     orders = len(set(rows.order.tolist()))
-    is_alike = all(list(of.values()) == [of[min(of)]] * orders for of in boxes.values())
+    is_alike = all(
+        list(contributions.values()) == [contributions[min(contributions)]] * orders
+        for contributions in boxes.values()
+    )
     # For each receiver, contributions and senders are in bijection.
     by_order = {(receiver, order) for receiver, order, _ in senders}
     by_sender = {(receiver, sender) for receiver, _, sender in senders}

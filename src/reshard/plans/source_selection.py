@@ -166,9 +166,11 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
     rank_group = rank_groups.set_group[entry]
     # A row stays if its rank group is in the set of its holders. Pairs of a set and a rank group
     # are looked up as single numbers.
-    known = np.repeat(np.arange(len(rank_groups.set_begin) - 1), np.diff(rank_groups.set_begin))
+    set_numbers = np.repeat(
+        np.arange(len(rank_groups.set_begin) - 1), np.diff(rank_groups.set_begin)
+    )
     number = len(rank_groups.size)
-    held = known * number + rank_groups.set_group
+    held = set_numbers * number + rank_groups.set_group
     _, stays = find_in(held, holder_set_of_row * number + rank_group)
     class_of_row, class_begin, class_rank_group = _find_classes(
         rank_groups, holder_set_of_row[~stays]
@@ -208,13 +210,13 @@ def _number_sets(
     Return the number of the first set of each list, and all sets as `begin` and `slot`.
     """
     numbers: list[int] = []
-    known: dict[tuple[int, ...], list[tuple[int, IntArray, IntArray]]] = {}
+    lists_by_size: dict[tuple[int, ...], list[tuple[int, IntArray, IntArray]]] = {}
     begins, slots = [np.zeros(1, dtype=np.int64)], []
     count, total = 0, 0
     for begin, slot in sets:
         # Only lists of the same lengths and ends are compared in full.
         ends = (int(slot[0]), int(slot[-1])) if len(slot) else ()
-        candidates = known.setdefault((len(begin), len(slot), *ends), [])
+        candidates = lists_by_size.setdefault((len(begin), len(slot), *ends), [])
         for number, other_begin, other_slot in candidates:
             if np.array_equal(other_slot, slot) and np.array_equal(other_begin, begin):
                 numbers.append(number)
@@ -426,7 +428,7 @@ class BoxParts(Record, eq=False):
 
     @classmethod
     def of_ranges(
-        cls, of: IntArray, sender: IntArray, shape: IntArray, begin: IntArray, stop: IntArray
+        cls, index: IntArray, sender: IntArray, shape: IntArray, begin: IntArray, stop: IntArray
     ) -> BoxParts:
         """Split boxes of `shape` by ranges of elements, each sent by a rank."""
         row, part_start, part_shape = split_boxes(shape, begin, stop)
@@ -435,7 +437,7 @@ class BoxParts(Record, eq=False):
         for d in range(shape.shape[1] - 2, -1, -1):
             strides[:, d] = strides[:, d + 1] * shape[row, d + 1]
         first_element = (part_start * strides).sum(axis=1)
-        return cls(of[row], sender[row], part_start, part_shape, first_element)
+        return cls(index[row], sender[row], part_start, part_shape, first_element)
 
 
 def split_boxes(
@@ -457,17 +459,17 @@ def split_boxes(
     ([0, 0], [[1, 2], [2, 0]], [[1, 2], [1, 4]])
     """
     # Equal boxes, as those of the tensors of a group, are often cut at the same elements.
-    known: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
+    cached: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
     rows: list[int] = []
     parts: list[tuple[int, ...]] = []
     columns = zip(map(tuple, shape.tolist()), begin.tolist(), stop.tolist(), strict=True)
     for row, (size, low, high) in enumerate(columns):
-        if (size, low, high) not in known:
-            known[size, low, high] = [
+        if (size, low, high) not in cached:
+            cached[size, low, high] = [
                 box.start + box.shape for box in flat_range_boxes(size, low, high)
             ]
-        parts += known[size, low, high]
-        rows += [row] * len(known[size, low, high])
+        parts += cached[size, low, high]
+        rows += [row] * len(cached[size, low, high])
     ndim = shape.shape[1]
     boxes = np.array(parts, dtype=np.int64).reshape(len(parts), 2 * ndim)
     return np.array(rows, dtype=np.int64), boxes[:, :ndim], boxes[:, ndim:]
@@ -532,9 +534,9 @@ def list_rank_transfers(
     """Return the transfers to, within and from a rank, by tensor group."""
     if rank >= len(assignment.rank_groups.group):
         return []
-    wanted = np.flatnonzero(assignment.rows.rank_group == assignment.rank_groups.group[rank])
-    number = np.full(len(wanted), assignment.rank_groups.number[rank])
-    received = select_all_items(assignment, wanted, number)
+    rows = np.flatnonzero(assignment.rows.rank_group == assignment.rank_groups.group[rank])
+    number = np.full(len(rows), assignment.rank_groups.number[rank])
+    received = select_all_items(assignment, rows, number)
     if find_senders is None:
         sent = select_sent(assignment, rank)
     else:
@@ -571,10 +573,10 @@ class _BoxWriter:
             pieces = overlap.shared_pieces
             pair = needs.pair[d][need[of_box]]
             low = pieces.begin[pair]
-            of, piece = ragged_ranges(low, pieces.begin[pair + 1] - low)
-            if not isinstance(of, slice):
-                entries = [earlier[of] for earlier in entries]
-                of_box = of if isinstance(of_box, slice) else of_box[of]
+            index, piece = ragged_ranges(low, pieces.begin[pair + 1] - low)
+            if not isinstance(index, slice):
+                entries = [earlier[index] for earlier in entries]
+                of_box = index if isinstance(of_box, slice) else of_box[index]
             entries.append(piece)
         self.of_box = np.arange(len(need))[of_box]
         self.pieces = entries
@@ -615,14 +617,14 @@ class _BoxWriter:
             whole[parts.of] = False
             # Parts replace their box in the order of boxes. `split` is the number of the part,
             # negative for whole boxes.
-            of = np.concatenate((np.flatnonzero(whole), parts.of))
+            index = np.concatenate((np.flatnonzero(whole), parts.of))
             sender = np.concatenate((sender[whole], parts.sender))
-            order = np.argsort(of, kind="stable")
+            order = np.argsort(index, kind="stable")
             if rank is not None:
-                mine = (sender[order] == rank) | (self.target_slot[box[of[order]]] == rank)
+                mine = (sender[order] == rank) | (self.target_slot[box[index[order]]] == rank)
                 order = order[mine]
-            split = order - (len(of) - len(parts.of))
-            box, item, sender = box[of[order]], item[of[order]], sender[order]
+            split = order - (len(index) - len(parts.of))
+            box, item, sender = box[index[order]], item[index[order]], sender[order]
         else:
             split = None
             if rank is not None:
@@ -680,21 +682,23 @@ class _BoxWriter:
         stays = self.stays[box]
         # Clipped, because the positions of boxes that stay are undefined.
         sender = np.where(stays, self.target_slot[box], assignment.sender.take(first, mode="clip"))
-        of = np.flatnonzero((last > first) & ~stays)
-        if not len(of):
+        split = np.flatnonzero((last > first) & ~stays)
+        if not len(split):
             return sender, BoxParts.none(ndim)
         # The cuts inside each split box, in elements from its beginning.
-        cuts = (last - first)[of]
-        which = np.repeat(np.arange(len(of)), cuts)
-        number = first[of][which] + ragged_arange(cuts)
-        shape = self.shape[box[of]]
+        cuts = (last - first)[split]
+        which = np.repeat(np.arange(len(split)), cuts)
+        number = first[split][which] + ragged_arange(cuts)
+        shape = self.shape[box[split]]
         unit = find_rounding_elements(shape, assignment.rounding_bytes // itemsize)[which]
         unit_bytes = unit * itemsize
-        cut = (assignment.cut[number] - position[of][which] + unit_bytes // 2) // unit_bytes * unit
-        elements = self.elements[box[of]]
+        cut = (
+            (assignment.cut[number] - position[split][which] + unit_bytes // 2) // unit_bytes * unit
+        )
+        elements = self.elements[box[split]]
         cut = np.minimum(cut, elements[which])
         # A box with n cuts has n + 1 parts, each of which begins at the end of the previous part.
-        parts = np.repeat(np.arange(len(of)), cuts + 1)
+        parts = np.repeat(np.arange(len(split)), cuts + 1)
         begin, stop = np.zeros(len(parts), dtype=np.int64), np.empty(len(parts), dtype=np.int64)
         inner = ragged_arange(cuts + 1)
         begin[inner > 0] = cut
@@ -703,7 +707,7 @@ class _BoxWriter:
         some = np.flatnonzero(begin < stop)
         parts, begin, stop, inner = parts[some], begin[some], stop[some], inner[some]
         return sender, BoxParts.of_ranges(
-            of[parts], assignment.sender[first[of][parts] + inner], shape[parts], begin, stop
+            split[parts], assignment.sender[first[split][parts] + inner], shape[parts], begin, stop
         )
 
     def _list_transfers(

@@ -241,9 +241,9 @@ def format_plan(change: LayoutChange, transfers: Transfers, dtype: DType | None 
             for name, elements, remark in lines
         ]
         body = table(rows_with_bytes, ("", "bytes", "elements", ""), "lrrl")
-    of = "" if dtype is None else f"{dtype.name} "
+    element_type = "" if dtype is None else f"{dtype.name} "
     parts = [
-        f"Plan of {of}{list(source.shape)} from {len(source.holders):,} to "
+        f"Plan of {element_type}{list(source.shape)} from {len(source.holders):,} to "
         f"{count_text(len(target.holders), 'rank')}",
         format_layouts({"source": source, "target": target}),
         body,
@@ -306,21 +306,21 @@ def format_job(
     """
     senders = {slot for _, change, _, _ in kinds for slot in change.source.holders}
     receivers = {slot for _, change, _, _ in kinds for slot in change.target.holders}
-    least = gathered = kept = 0
+    least = gathered = kept_bytes = 0
     moving = []
     for names, change, dtype, transfers in kinds:
         size_bytes = len(names) * dtype.itemsize_bytes
         least += size_bytes * change.lower_bound_elements
         gathered += size_bytes * gather_elements(change.source, change.target)
         staying = transfers.take(transfers.stays)
-        kept += int(staying.elements.sum()) * dtype.itemsize_bytes
+        kept_bytes += int(staying.elements.sum()) * dtype.itemsize_bytes
         moving.append(transfers.moving)
     moved = int(received_bytes.sum())
     rows = [
         ("moved", moved, ""),
         ("least possible", least, ""),
         _gather_row(gathered, moved),
-        ("stays in place", kept, ""),
+        ("stays in place", kept_bytes, ""),
         _busiest_row("sender", sent_bytes, tuple(sorted(senders))),
         _busiest_row("receiver", received_bytes, tuple(sorted(receivers))),
     ]

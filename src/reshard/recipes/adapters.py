@@ -192,8 +192,10 @@ def _role(match: re.Match[str]) -> str:
 
 def _is_input_by_output(config: Mapping[str, object] | None) -> bool:
     """Return whether the base's weights have their inputs in the first dimension."""
-    known = (config or {}).get("adapter_config")
-    if isinstance(known, Mapping) and isinstance(known.get("fan_in_fan_out"), bool):
-        return bool(known["fan_in_fan_out"])
+    adapter_config = (config or {}).get("adapter_config")
+    if isinstance(adapter_config, Mapping) and isinstance(
+        adapter_config.get("fan_in_fan_out"), bool
+    ):
+        return bool(adapter_config["fan_in_fan_out"])
     kind = (config or {}).get("model_type")
     return isinstance(kind, str) and kind in _INPUT_BY_OUTPUT

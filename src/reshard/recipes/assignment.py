@@ -171,16 +171,18 @@ class Assignment(Record):
             name: self.matched[name].numbers_in(name) or {} for name in held if name in self.matched
         }
         counted: dict[str, set[int]] = {}
-        for found in numbers.values():
-            for counter, number in found.items():
+        for name_numbers in numbers.values():
+            for counter, number in name_numbers.items():
                 counted.setdefault(counter, set()).add(number)
         local = {
             counter: {number: index for index, number in enumerate(sorted(held_numbers))}
             for counter, held_numbers in counted.items()
         }
         names = dict(zip(held, held, strict=True))
-        for name, found in numbers.items():
-            renumbered = {counter: local[counter][number] for counter, number in found.items()}
+        for name, name_numbers in numbers.items():
+            renumbered = {
+                counter: local[counter][number] for counter, number in name_numbers.items()
+            }
             names[name] = self.matched[name].with_numbers(name, renumbered)
         return names
 
@@ -243,9 +245,9 @@ class _AssignmentBuilder:
         self.lay_out = cache(self._lay_out)
         self.hold = cache(self._hold)
         # Of the recipe's rules, by their numbers.
-        known = recipe.words if recipe else {}
+        words = recipe.words if recipe else {}
         numbered = list(enumerate(self.rules))[self.by_hand :]
-        self.annotations = {number: find_annotations(rule.spec, known) for number, rule in numbered}
+        self.annotations = {number: find_annotations(rule.spec, words) for number, rule in numbered}
 
     def _write_out_cuts(self, recipe: Recipe | None) -> list[str]:
         """Return the specs with the recipe's own cuts written out; other braces need a config."""
@@ -267,25 +269,25 @@ class _AssignmentBuilder:
     def match(self, name: str, first: int = 0) -> _Match | None:
         """Return the first rule that matches a tensor, from rule number `first` on."""
         called = (name, self.aliases[name]) if name in self.aliases else (name,)
-        found = [(*match, text) for text in called if (match := self.listed.find(text, first))]
+        matches = [(*match, text) for text in called if (match := self.listed.find(text, first))]
         # If a rule matches both names, the tensor's own is used.
-        number, own, text = min(found, key=itemgetter(0), default=(-1, {}, ""))
+        number, name_numbers, text = min(matches, key=itemgetter(0), default=(-1, {}, ""))
         if number < 0:
             return None
         numbers = self.recipe.numbers if self.recipe else {}
         after_last = [
-            what for what in own if what in numbers and numbers[what].is_beyond_last(text)
+            what for what in name_numbers if what in numbers and numbers[what].is_beyond_last(text)
         ]
-        return _Match(number, tuple(own.items()), frozenset(after_last))
+        return _Match(number, tuple(name_numbers.items()), frozenset(after_last))
 
     def match_all(self, folded: FoldedWeights) -> dict[str, _Match]:
         """Match all tensors; stored tensors of an unmatched weight are matched by their names."""
-        found: dict[str, _Match | None] = {}
+        by_name: dict[str, _Match | None] = {}
         for name in folded.shapes:
-            found[name] = self.match(name)
-            if found[name] is None and name in folded.weights:
-                found |= {member: self.match(member) for member in folded.drop(name)}
-        matches = {name: match for name, match in found.items() if match is not None}
+            by_name[name] = self.match(name)
+            if by_name[name] is None and name in folded.weights:
+                by_name |= {member: self.match(member) for member in folded.drop(name)}
+        matches = {name: match for name, match in by_name.items() if match is not None}
         if self.recipe is not None:
             by_recipe = {
                 name: self.rules[match.number]
@@ -391,7 +393,7 @@ class _AssignmentBuilder:
 
     def find_coordinates(self, match: _Match) -> _Coordinates:
         """Return the coordinates of a tensor, for the numbers whose placement is known."""
-        found: dict[str, tuple[int, ...]] = {}
+        result: dict[str, tuple[int, ...]] = {}
         for what, number in match.numbers:
             if what in self.placements:
                 placement = self.placements[what]
@@ -400,19 +402,19 @@ class _AssignmentBuilder:
                     if what in match.after_last
                     else placement.of_number(number)
                 )
-                self._add_coordinates(found, what, coordinates)
+                self._add_coordinates(result, what, coordinates)
         for what, ends in self.rules[match.number].at:
             if what in self.placements:
-                self._add_coordinates(found, what, self.placements[what].of_ends(ends))
-        return tuple(found.items())
+                self._add_coordinates(result, what, self.placements[what].of_ends(ends))
+        return tuple(result.items())
 
     def _add_coordinates(
-        self, found: dict[str, tuple[int, ...]], what: str, coordinates: tuple[int, ...]
+        self, result: dict[str, tuple[int, ...]], what: str, coordinates: tuple[int, ...]
     ) -> None:
         axis = self.recipe.numbers[what].axis if self.recipe else what
-        if axis in found:
+        if axis in result:
             raise RecipeError(f"two numbers of a name are distributed over axis {axis!r}")
-        found[axis] = coordinates
+        result[axis] = coordinates
 
     def find_placements(
         self,
@@ -529,8 +531,8 @@ def assign(
     # Adapters are sharded like the weights that they change, so those are assigned first.
     if adapters := LowRankAdapters(shapes, config, rules):
         sizes = adapters.weigh_bases(itemsizes_bytes)
-        given = (adapters.base_shapes, mesh, rules, recipe, config, sizes, logical_shapes)
-        base = assign(*given, allow=allow, aliases=aliases)
+        arguments = (adapters.base_shapes, mesh, rules, recipe, config, sizes, logical_shapes)
+        base = assign(*arguments, allow=allow, aliases=aliases)
         result = base.follow(shapes, adapters.leaders)
         matched = {name: adapters.name_rule(name, rule) for name, rule in result.matched.items()}
         unknown = tuple(name for name in shapes if name not in matched)
@@ -559,19 +561,19 @@ def assign(
         # Not `_name_in_errors`, which would write a text for each of very many tensors.
         try:
             coordinates = builder.find_coordinates(match)
-            found = {name: builder.lay_out_match(match, shape, coordinates)}
-            sharding, _ = found[name]
+            placed = {name: builder.lay_out_match(match, shape, coordinates)}
+            sharding, _ = placed[name]
             if name in folded.weights:
                 sharding = folded.align(name, sharding)
                 cut_through += folded.describe_cut_groups(name, sharding)
-                found = folded.spread(name, sharding)
+                placed = folded.spread(name, sharding)
         except (LayoutError, RecipeError) as error:
             raise RecipeError(f"{builder.describe(name, shape, match)}: {error}") from error
         own, blocks = builder.read_blocks(name, match, coordinates, shape, sharding)
         if own is not None:
             check.add(name, (own.numbers, own.after_last), blocks)
-        cut |= found
-        decided |= dict.fromkeys(found, builder.rules[match.number])
+        cut |= placed
+        decided |= dict.fromkeys(placed, builder.rules[match.number])
     specs = {name: cut[name][0] for name in shapes}
     layouts = {name: cut[name][1] for name in shapes}
     unknown = tuple(name for name in shapes if name not in decided)

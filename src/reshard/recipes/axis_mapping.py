@@ -41,14 +41,14 @@ def map_sharding(
     """
 
     def map_all(axes: Iterable[Axis]) -> list[Axis]:
-        return [found for axis in axes for found in _map_axis(axis, mapping)]
+        return [mapped for axis in axes for mapped in _map_axis(axis, mapping)]
 
     dim_specs = []
     for dim in written.dim_specs:
         levels = [(map_all(level.axes), level.rule) for level in dim.levels]
         # An axis without axes of the mesh has size 1, so its level divides nothing.
-        found = [Level(axes, rule) for axes, rule in levels if axes]
-        dim_specs.append(DimSpec(found, dim.is_open, dim.priority))
+        mapped_levels = [Level(axes, rule) for axes, rule in levels if axes]
+        dim_specs.append(DimSpec(mapped_levels, dim.is_open, dim.priority))
     return ShardingSpec(
         mesh,
         dim_specs,
@@ -88,26 +88,26 @@ def map_coordinates(
     [('dp', (1,)), ('tp', (1,))]
     """
     for axis, coordinates in only:
-        found = _map_axis(Axis(axis), mapping)
+        axes = _map_axis(Axis(axis), mapping)
         # The mesh lacks the axis: every rank holds the tensor.
-        if not found:
+        if not axes:
             continue
-        if not all(axis.is_full for axis in found):
+        if not all(axis.is_full for axis in axes):
             raise RecipeError(
                 f"tensors are distributed over axis {axis!r}, mapped to "
-                f"{' '.join(map(str, found))}; map it to whole axes of the mesh"
+                f"{' '.join(map(str, axes))}; map it to whole axes of the mesh"
             )
         # A coordinate of the joint axis is a coordinate of each mesh axis, major to minor. `only`
         # restricts axes separately, so the coordinates must be a product.
-        columns = np.unravel_index(coordinates, [mesh.axis_size(mesh_axis) for mesh_axis in found])
+        columns = np.unravel_index(coordinates, [mesh.axis_size(mesh_axis) for mesh_axis in axes])
         chosen = [tuple(sorted({int(at) for at in column})) for column in columns]
         if math.prod(map(len, chosen)) != len(coordinates):
             raise RecipeError(
                 f"coordinates {list(coordinates)} of axis {axis!r}, mapped to "
-                f"{' '.join(map(str, found))}, are not a product of coordinates of these; map "
+                f"{' '.join(map(str, axes))}, are not a product of coordinates of these; map "
                 "it to a single axis"
             )
-        yield from ((mesh_axis.name, at) for mesh_axis, at in zip(found, chosen, strict=True))
+        yield from ((mesh_axis.name, at) for mesh_axis, at in zip(axes, chosen, strict=True))
 
 
 def find_used_axes(sharding: ShardingSpec) -> set[str]:

@@ -179,8 +179,8 @@ def find_annotations(spec: str, known: Collection[str]) -> tuple[ShardAnnotation
         spec: as the rule has it.
         known: the names that braces may hold, such as `feed_forward` and `heads.query`.
 
-    >>> for one in find_annotations("ep / fsdp, ..., tp@{heads.query} / fsdp", {"heads.query"}):
-    ...     print(one.item, one.level, *one.names)
+    >>> for shard in find_annotations("ep / fsdp, ..., tp@{heads.query} / fsdp", {"heads.query"}):
+    ...     print(shard.item, shard.level, *shard.names)
     -1 0 heads.query
     """
     texts = [braces[1].strip() for braces in BRACES.finditer(spec)]
@@ -191,15 +191,15 @@ def find_annotations(spec: str, known: Collection[str]) -> tuple[ShardAnnotation
     plain = BRACES.sub(lambda _: f"<{next(numbers)}>", spec).partition("|")[0]
     items = [item.strip() for item in split_outside_brackets(plain, ",")]
     after = items.index("...") if "..." in items else len(items)
-    found = []
+    annotations = []
     for number, item in enumerate(items):
         for level, text in enumerate(split_outside_brackets(item, "/")):
             _, _, rule = text.partition("@")
             names = _read_names(rule.strip(), texts, known)
             if any(name is not None for name in names):
                 at = number if number < after else number - len(items)
-                found.append(ShardAnnotation(at, level, names))
-    return tuple(found)
+                annotations.append(ShardAnnotation(at, level, names))
+    return tuple(annotations)
 
 
 def _read_names(rule: str, texts: Sequence[str], known: Collection[str]) -> tuple[str | None, ...]:
@@ -379,14 +379,14 @@ def list_valid_sizes(unit: int, others: Iterable[int]) -> tuple[int, ...]:
     >>> list_valid_sizes(40, [10])
     (1, 2, 5, 10, 20, 40)
     """
-    found = []
+    sizes = []
     for ranks in range(1, unit + 1):
         # Sharing is even if a rank has all units of whole parts, or a part is held by whole ranks.
         each, rest = divmod(unit, ranks)
         shares = [unit // other for other in others if other <= unit]
         if not rest and all(each % share == 0 or share % each == 0 for share in shares):
-            found.append(ranks)
-    return tuple(found)
+            sizes.append(ranks)
+    return tuple(sizes)
 
 
 def find_mismatch(blocks: Sequence[_Labelled], *, is_unit: bool) -> str | None:

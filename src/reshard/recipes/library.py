@@ -87,17 +87,17 @@ def _load_added() -> tuple[dict[str, Recipe], tuple[Plugin, ...]]:
         problem = plugin.problem
         if not problem:
             try:
-                found = _read_added(plugin.value)
+                recipes = _read_added(plugin.value)
             except RecipeError as error:
-                found, problem = {}, str(error)
+                recipes, problem = {}, str(error)
             # A name stands for one recipe, whichever package is installed first.
-            taken = sorted({*found} & {*added, *shipped_recipes()})
+            taken = sorted({*recipes} & {*added, *shipped_recipes()})
             if taken:
                 problem = f"there is a recipe {taken[0]!r} already"
         if problem:
             broken.append(Plugin(plugin.name, plugin.package, problem=problem))
         else:
-            added |= found
+            added |= recipes
     return added, tuple(broken)
 
 
@@ -340,9 +340,9 @@ def _load_shipped(name: str) -> Recipe:
 
 
 def _describe_unknown(name: str) -> str:
-    known = known_recipes()
+    names = known_recipes()
     return (
-        f"unknown recipe {name!r}; {near_text(name, known)}The shipped recipes are "
-        f"{', '.join(known)}; write the path of a file of your own with its ending "
+        f"unknown recipe {name!r}; {near_text(name, names)}The shipped recipes are "
+        f"{', '.join(names)}; write the path of a file of your own with its ending "
         f".toml{describe_broken(_load_added()[1])}"
     )

@@ -103,10 +103,10 @@ class Fusion(Record):
     when: str = ""
 
     def __post_init__(self) -> None:
-        for name, given in (("members", self.members), ("shares", self.shares)):
+        for name, values in (("members", self.members), ("shares", self.shares)):
             # A string would pass for a tuple of letters.
-            if not isinstance(given, list | tuple):
-                raise RecipeError(f"{name} is {given!r}, a list or tuple was expected")
+            if not isinstance(values, list | tuple):
+                raise RecipeError(f"{name} is {values!r}, a list or tuple was expected")
         members = tuple(self.members)
         object.__setattr__(self, "members", members)
         object.__setattr__(self, "shares", tuple(self.shares) or (1,) * len(members))
@@ -162,8 +162,8 @@ class Fusion(Record):
         ((8, 8), 8)
         """
 
-        def number(given: Number) -> int:
-            return parse_expression(given).value(config) if isinstance(given, str) else given
+        def number(value: Number) -> int:
+            return parse_expression(value).value(config) if isinstance(value, str) else value
 
         return self.replace(
             shares=tuple(map(number, self.shares)),
@@ -241,15 +241,15 @@ class Fusion(Record):
 
         Raises RecipeError as `shares_of_group`.
         """
-        found = []
+        slices = []
         # In each group, every member has its next piece.
         sizes = self.shares_of_group(length)
         start = 0
         for group in range(self.groups if isinstance(self.groups, int) else 0):
             for member, size in zip(self.members, sizes, strict=True):
-                found.append(MemberSlice(member, group * size, start, start + size))
+                slices.append(MemberSlice(member, group * size, start, start + size))
                 start += size
-        return tuple(found)
+        return tuple(slices)
 
     def sizes(self, length: int) -> tuple[int, ...]:
         """Return the length of each member in a fused dimension of `length`. Raises
@@ -258,10 +258,10 @@ class Fusion(Record):
         >>> Fusion(("gate", "up")).sizes(6)
         (3, 3)
         """
-        found = dict.fromkeys(self.members, 0)
+        lengths = dict.fromkeys(self.members, 0)
         for part in self.member_slices(length):
-            found[part.member] += part.stop - part.start
-        return tuple(found.values())
+            lengths[part.member] += part.stop - part.start
+        return tuple(lengths.values())
 
 
 Meaning = str | Fusion
@@ -316,15 +316,15 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile("(.*?)".join(parts))
 
 
-def _fill_in_fusion(fusion: Fusion, found: tuple[str, ...]) -> Fusion:
-    return fusion.replace(members=tuple(_fill_in(member, found) for member in fusion.members))
+def _fill_in_fusion(fusion: Fusion, texts: tuple[str, ...]) -> Fusion:
+    return fusion.replace(members=tuple(_fill_in(member, texts) for member in fusion.members))
 
 
-def _fill_in(entry: str, found: tuple[str, ...]) -> str:
+def _fill_in(entry: str, texts: tuple[str, ...]) -> str:
     first, *others = entry.split("*")
-    if len(others) > len(found):
-        raise UsageError(f"{entry!r} has more `*` than the pattern it stands for, {len(found)}")
-    return first + "".join(f"{text}{rest}" for text, rest in zip(found, others, strict=False))
+    if len(others) > len(texts):
+        raise UsageError(f"{entry!r} has more `*` than the pattern it stands for, {len(texts)}")
+    return first + "".join(f"{text}{rest}" for text, rest in zip(texts, others, strict=False))
 
 
 _Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
@@ -423,9 +423,9 @@ def _cut_stack(name: str, specs: Sequence[ShardingSpec]) -> tuple[DimSpec, _Coor
     # The axis that changes most slowly comes first.
     for order in itertools.permutations(axes):
         sizes = [mesh.axis_size(axis) for axis in order]
-        found = list(_find_joint_coordinates(places, order, sizes))
-        if len(found) == len(specs) and found == sorted(found):
-            counts = [found.count(part) for part in range(math.prod(sizes))]
+        coordinates = list(_find_joint_coordinates(places, order, sizes))
+        if len(coordinates) == len(specs) and coordinates == sorted(coordinates):
+            counts = [coordinates.count(part) for part in range(math.prod(sizes))]
             rule: CutRule = Sizes(tuple(counts))
             by_ceil = Level(order, None)
             if by_ceil.rule.table(len(specs), len(counts)) is rule.table(len(specs), len(counts)):

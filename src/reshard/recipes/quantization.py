@@ -84,13 +84,13 @@ class Method(NamedTuple):
 
         Empty for a method whose values cannot be computed.
         """
-        found = []
+        parts = []
         for end, texts in self.forms.items():
             use = (texts if isinstance(texts, str) else texts[0]).partition("->")[2]
             role, _, coding = use.strip().partition(" as ")
             if role:
-                found.append((end, role, coding or "plain"))
-        return sorted(found, key=lambda part: _ROLES.index(part[1]))
+                parts.append((end, role, coding or "plain"))
+        return sorted(parts, key=lambda part: _ROLES.index(part[1]))
 
 
 # Roles of stored tensors: values less zeros, multiplied by scales. A multiplier or a divisor is for
@@ -356,10 +356,10 @@ def find_quantized(
     >>> found["up.weight"].method, found["up.weight"].groups
     ('FP8 in blocks', (128, 128))
     """
-    given = quantization_config(config)
+    options = quantization_config(config)
     if not is_lenient:
-        _expect_known_method(given)
-    finder = _Finder(shapes, given, itemsizes_bytes or {}, logical_shapes or {})
+        _expect_known_method(options)
+    finder = _Finder(shapes, options, itemsizes_bytes or {}, logical_shapes or {})
     result: dict[str, QuantizedWeight] = {}
     failed: dict[str, str] = {}
     anchors = tuple(next(iter(method.forms)).removeprefix("+") for method in METHODS)
@@ -400,10 +400,10 @@ def known_methods() -> str:
     return ", ".join(dict.fromkeys(method.name for method in METHODS))
 
 
-def _expect_known_method(given: Mapping[str, Any]) -> None:
-    if not given:
+def _expect_known_method(options: Mapping[str, Any]) -> None:
+    if not options:
         return
-    name = given.get("quant_method")
+    name = options.get("quant_method")
     key, others = KNOWN_QUANT_METHODS.get(str(name), ("", frozenset()))
     if name is not None and str(name) not in KNOWN_QUANT_METHODS:
         raise UncomputableError(
@@ -411,23 +411,23 @@ def _expect_known_method(given: Mapping[str, Any]) -> None:
             f"known how its tensors go together; known are {', '.join(KNOWN_QUANT_METHODS)}. "
             f"{_ACCEPTED}"
         )
-    if given.get(key) in others:
+    if options.get(key) in others:
         raise UncomputableError(
-            f"`quantization_config` of config.json has {key} {given[key]!r} of {name}, whose "
+            f"`quantization_config` of config.json has {key} {options[key]!r} of {name}, whose "
             f"elements are permuted so that no sharding is known; known are {known_methods()}. "
             f"{_ACCEPTED}"
         )
 
 
-def _expect_no_strangers(shapes: Shapes, found: Mapping[str, QuantizedWeight]) -> None:
+def _expect_no_strangers(shapes: Shapes, weights: Mapping[str, QuantizedWeight]) -> None:
     """Raise an error for tensors next to a quantised weight that are not in the table."""
-    members = {name for weight in found.values() for name in weight.members}
-    modules = {name.removesuffix(".weight") for name in found if name.endswith(".weight")}
+    members = {name for weight in weights.values() for name in weight.members}
+    modules = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
     for name in shapes:
         module, _, leaf = name.rpartition(".")
         # A tensor of an unknown scheme may belong to the codes, and would be sharded without them.
         if module in modules and name not in members and leaf not in ("weight", "bias"):
-            weight = found[f"{module}.weight"]
+            weight = weights[f"{module}.weight"]
             raise UncomputableError(
                 f"the tensor {name!r} is next to the quantised weight {weight.name!r} "
                 f"({weight.method}), and it is not known how it goes with it; known there are "
@@ -442,23 +442,23 @@ class _Finder:
     def __init__(
         self,
         shapes: Shapes,
-        given: Mapping[str, Any],
+        options: Mapping[str, Any],
         itemsizes_bytes: Mapping[str, int],
         logical_shapes: Shapes,
     ) -> None:
         self.shapes = shapes
         self.itemsizes_bytes = itemsizes_bytes
         self.logical_shapes = logical_shapes
-        self.bits = [bits for bits in _collect(given, _BIT_KEYS) if isinstance(bits, int)]
-        groups = [size for size in _collect(given, _GROUP_KEYS) if isinstance(size, int)]
+        self.bits = [bits for bits in _collect(options, _BIT_KEYS) if isinstance(bits, int)]
+        groups = [size for size in _collect(options, _GROUP_KEYS) if isinstance(size, int)]
         # A group size of -1 in a config means a single scale for a whole row.
         self.groups = [*(size for size in groups if size > 0), *_USUAL_GROUPS]
-        blocks = [pair for pair in _collect(given, _BLOCK_KEYS) if isinstance(pair, list | tuple)]
+        blocks = [pair for pair in _collect(options, _BLOCK_KEYS) if isinstance(pair, list | tuple)]
         self.blocks: list[tuple[int, ...]] = [tuple(pair) for pair in blocks if len(pair) == 2]
         # The blocks of DeepSeek-V3, for checkpoints without a config.
         self.blocks.append((128, 128))
         # Without `desc_act` GPTQ's groups are consecutive, whatever its table of groups has.
-        self.keeps_order = given.get("desc_act") is False
+        self.keeps_order = options.get("desc_act") is False
         # Of each method and list of shapes the first weight, with the names of its tensors.
         self._known: dict[tuple[Any, ...], tuple[QuantizedWeight, tuple[str, ...]]] = {}
 
@@ -479,9 +479,9 @@ class _Finder:
             tuple(map(self.itemsizes_bytes.get, names)),
             self.logical_shapes.get(logical),
         )
-        known = self._known.get(key)
-        if known is not None:
-            weight, others = known
+        cached = self._known.get(key)
+        if cached is not None:
+            weight, others = cached
             return weight.renamed(dict(zip(others, names, strict=True)))
         try:
             weight = self._resolve(method, logical)
@@ -516,14 +516,16 @@ class _Finder:
         # 3. The logical dimension of each stored dimension.
         members: dict[str, tuple[StoredDimension, ...]] = {}
         for name, texts in items.items():
-            own = self.shapes[name]
-            found = [StoredDimension(d) for d in range(len(own) - len(texts))]
-            for item, length in zip(texts, own[len(found) :], strict=True):
-                found.append(self._read(name, item, length, lengths, method, leading))
-            members[name] = tuple(found)
-            for d in range(len(own) - len(texts)):
-                if own[d] != shape[d]:
-                    raise UncomputableError(f"{name!r} of shape {list(own)} for {list(shape)}")
+            stored_shape = self.shapes[name]
+            dimensions = [StoredDimension(d) for d in range(len(stored_shape) - len(texts))]
+            for item, length in zip(texts, stored_shape[len(dimensions) :], strict=True):
+                dimensions.append(self._read(name, item, length, lengths, method, leading))
+            members[name] = tuple(dimensions)
+            for d in range(len(stored_shape) - len(texts)):
+                if stored_shape[d] != shape[d]:
+                    raise UncomputableError(
+                        f"{name!r} of shape {list(stored_shape)} for {list(shape)}"
+                    )
         # 4. The groups that must stay together.
         groups, by = [1] * len(shape), [logical] * len(shape)
         for name, dims in members.items():
@@ -647,9 +649,9 @@ class _Finder:
         """Return the sizes of blocks in config.json, then those of groups."""
         return [*(pair[word == "in"] for pair in self.blocks), *self.groups]
 
-    def _find_group(self, size: int, length: int, known: Iterable[int]) -> int:
+    def _find_group(self, size: int, length: int, candidates: Iterable[int]) -> int:
         # Several sizes may fit a shape, so those of config.json are tried first.
-        for group in known:
+        for group in candidates:
             if -(-length // group) == size:
                 return group
         if size and length % size == 0:
@@ -687,12 +689,12 @@ class _Finder:
         return StoredDimension(0, elements // shared, inner // shared)
 
 
-def _collect(given: object, keys: Collection[str]) -> list[Any]:
+def _collect(config: object, keys: Collection[str]) -> list[Any]:
     """Return the values of keys anywhere in a config, outer ones first."""
     result: list[Any] = []
-    if isinstance(given, Mapping):
-        result += [value for key, value in given.items() if key in keys]
-        for value in given.values():
+    if isinstance(config, Mapping):
+        result += [value for key, value in config.items() if key in keys]
+        for value in config.values():
             result += _collect(value, keys)
     return result
 
@@ -822,8 +824,8 @@ def describe_missing_scales(lacking: Mapping[str, Any], folder: object) -> str:
     name, scale = next(iter(lacking.items()))
     more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
     lacks = "lacks its scale" if len(lacking) == 1 else "lack their scales"
-    known = repr(scale) if scale else "scale of a name that is known"
+    described = repr(scale) if scale else "scale of a name that is known"
     return (
         f"{count_text(len(lacking), 'quantised weight')} in {folder} {lacks}: {name!r} has no "
-        f"{known}{more}"
+        f"{described}{more}"
     )

@@ -107,10 +107,10 @@ def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) 
     """
     for count, level in enumerate(dim.levels, start=1):
         # The first level that splits a group must change.
-        found = find_cut_group(DimSpec(dim.levels[:count]).table(mesh, length), group)
-        if found is None:
+        cut_group = find_cut_group(DimSpec(dim.levels[:count]).table(mesh, length), group)
+        if cut_group is None:
             continue
-        part, start, stop = found
+        part, start, stop = cut_group
         axes = " ".join(map(str, level.axes))
         parts = math.prod(mesh.axis_size(axis) for axis in level.axes)
         fitting = _find_sizes(level.rule, length, group, parts) if count == 1 else [1]
@@ -124,7 +124,7 @@ def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) 
 
 def _find_sizes(rule: CutRule, length: int, group: int, parts: int) -> list[int]:
     """Return numbers of parts, up to about `parts`, that split no group and divide heads evenly."""
-    found = []
+    sizes = []
     for size in range(1, min(max(parts, 8), _MAX_SIZES) + 1):
         if isinstance(rule, Heads) and rule.count % size:
             continue
@@ -133,8 +133,8 @@ def _find_sizes(rule: CutRule, length: int, group: int, parts: int) -> list[int]
         except RuleError:
             continue
         if find_cut_group(table, group) is None:
-            found.append(size)
-    return found or [1]
+            sizes.append(size)
+    return sizes or [1]
 
 
 def scale_to_groups(
@@ -164,7 +164,7 @@ def scale_to_groups(
         stop = np.where(runs.stop == length, stored_length, runs.stop // elements * indices)
         pads = (-(-(runs.local_start + runs.length) // elements) - local) * indices
         sizes = np.where(is_pad, pads, stop - start)
-        wanted = RunTable.from_columns(
+        target = RunTable.from_columns(
             stored_length, table.parts, runs.part, start, sizes, local * indices, runs.role
         )
         # Prefer the scaled rules if they are equivalent; readers expect them.
@@ -174,7 +174,7 @@ def scale_to_groups(
             result = DimSpec(levels, dim.is_open, dim.priority)
             try:
                 # Tables are interned: equal tables are the same object.
-                if result.table(mesh, stored_length) is wanted:
+                if result.table(mesh, stored_length) is target:
                     return result
             except RuleError:
                 continue
@@ -251,10 +251,10 @@ class FoldedWeights:
     def drop(self, name: str) -> tuple[str, ...]:
         """Leave a weight's stored tensors as they are, and return them."""
         weight = self.weights.pop(name)
-        kept = tuple(member for member in weight.members if self._weight_of.get(member) == name)
-        for member in kept:
+        stored = tuple(member for member in weight.members if self._weight_of.get(member) == name)
+        for member in stored:
             del self._weight_of[member]
-        return kept
+        return stored
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -316,7 +316,7 @@ class FoldedWeights:
     def describe_cut_groups(self, name: str, sharding: ShardingSpec) -> Iterator[str]:
         """Describe dimensions in which a weight's sharding splits groups, and sizes that fit."""
         weight = self.weights[name]
-        for d, cause, found in _find_cut_groups(
+        for d, cause, problem in _find_cut_groups(
             sharding, weight.shape, weight.groups, tuple(weight.uncut)
         ):
             if cause:
@@ -327,7 +327,7 @@ class FoldedWeights:
                 )
             else:
                 yield (
-                    f"{name!r}: dimension {d}: {found}. The groups are those of "
+                    f"{name!r}: dimension {d}: {problem}. The groups are those of "
                     f"{weight.grouped_by[d]!r} ({weight.method})"
                 )
 
@@ -374,16 +374,16 @@ def _find_cut_groups(
 
     The first describes dimensions that cannot be sharded at all, the second all others.
     """
-    mesh, found = sharding.mesh, []
+    mesh, problems = sharding.mesh, []
     for d, (dim, length) in enumerate(zip(sharding.dim_specs, shape, strict=True)):
         parts = math.prod(mesh.axis_size(axis) for axis in dim.axes)
         if d in uncut and parts > 1:
-            found.append((d, f"{' '.join(map(str, dim.axes))} of {parts}", ""))
+            problems.append((d, f"{' '.join(map(str, dim.axes))} of {parts}", ""))
             continue
         text = describe_cut_group(dim, mesh, length, groups[d])
         if text is not None:
-            found.append((d, "", text))
-    return tuple(found)
+            problems.append((d, "", text))
+    return tuple(problems)
 
 
 @lru_cache(maxsize=4096)
@@ -391,14 +391,14 @@ def _lay_out_stored(
     sharding: ShardingSpec, shape: Shape, dims: tuple[StoredDimension, ...], stored: Shape
 ) -> tuple[ShardingSpec, Layout]:
     """Return the sharding of a stored tensor of shape `stored`, and its layout."""
-    found = []
+    dim_specs = []
     for dimension, length in zip(dims, stored, strict=True):
         if dimension.dimension is None:
-            found.append(DimSpec())
+            dim_specs.append(DimSpec())
             continue
         dim = sharding.dim_specs[dimension.dimension]
-        found.append(
+        dim_specs.append(
             scale_to_groups(dim, sharding.mesh, shape[dimension.dimension], dimension, length)
         )
-    spec = sharding.with_dims(found)
+    spec = sharding.with_dims(dim_specs)
     return spec, spec.layout(stored)

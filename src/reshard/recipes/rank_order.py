@@ -46,9 +46,9 @@ def order_axes(mesh: DeviceMesh, order: str | Sequence[str] | None = None) -> De
     """
     if order == TEXT_ORDER:
         return mesh
-    known = RANK_ORDER if order is None else _parse_order(order, mesh)
-    slow = [axis for axis in mesh.axis_names if axis not in known]
-    names = [*slow, *(axis for axis in reversed(known) if axis in mesh.axis_names)]
+    rank_order = RANK_ORDER if order is None else _parse_order(order, mesh)
+    slow = [axis for axis in mesh.axis_names if axis not in rank_order]
+    names = [*slow, *(axis for axis in reversed(rank_order) if axis in mesh.axis_names)]
     return DeviceMesh(mesh.name, [mesh.axis_size(axis) for axis in names], names)
 
 

@@ -156,9 +156,9 @@ class Recipe(Record):
             elif name in self.axes:
                 mesh_axes[name] = value
             else:
-                known = ", ".join([*cuts, *numbers, *self.axes])
+                names = ", ".join([*cuts, *numbers, *self.axes])
                 raise RecipeError(
-                    f"recipe {self.name!r} has no option {name!r}; its options are {known}"
+                    f"recipe {self.name!r} has no option {name!r}; its options are {names}"
                 )
         return self.replace(cuts=cuts, numbers=numbers, mesh_axes=mesh_axes)
 
@@ -247,15 +247,15 @@ class Recipe(Record):
         ('*.gate', '*.up')
         """
         if convention not in self.names:
-            known = ", ".join(self.names) or "none"
+            conventions = ", ".join(self.names) or "none"
             raise RecipeError(
-                f"recipe {self.name!r} has no names of {convention!r}; it has names of: {known}. "
-                f"Add a table [names.{convention}], or give a table of your own"
+                f"recipe {self.name!r} has no names of {convention!r}; it has names of: "
+                f"{conventions}. Add a table [names.{convention}], or give a table of your own"
             )
         return {
-            theirs: own.filled_in(config) if isinstance(own, Fusion) else own
-            for theirs, own in self.names[convention].items()
-            if not isinstance(own, Fusion) or own.applies(config)
+            theirs: entry.filled_in(config) if isinstance(entry, Fusion) else entry
+            for theirs, entry in self.names[convention].items()
+            if not isinstance(entry, Fusion) or entry.applies(config)
         }
 
     def map_axes(self, mesh: DeviceMesh) -> dict[str, tuple[Axis, ...]]:

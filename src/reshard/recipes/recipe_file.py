@@ -205,10 +205,10 @@ class _TableReader:
     ) -> dict[str, Mapping[str, str | Fusion]]:
         """Read the names of all conventions, before those of the extended recipe."""
         result = dict(base)
-        for convention, given in tables.items():
+        for convention, table in tables.items():
             key = f"names.{convention}"
             own: dict[str, str | Fusion] = {}
-            for theirs, value in self._expect(given, _TABLE, key).items():
+            for theirs, value in self._expect(table, _TABLE, key).items():
                 inside = f"{key}.{theirs}"
                 if isinstance(value, dict):
                     fields = self._read(value, *_FUSION_KEYS, f"{inside}.")
@@ -235,12 +235,12 @@ class _TableReader:
         prefix: str = "",
     ) -> dict[str, Any]:
         """Return the values of a table by key, each of the expected type."""
-        known = {**required, **optional}
+        types = {**required, **optional}
         for key in table:
-            if key not in known:
+            if key not in types:
                 raise RecipeError(
                     f"recipe file {self._where}: unknown key `{prefix}{key}`; the keys are "
-                    f"{', '.join(known)}"
+                    f"{', '.join(types)}"
                 )
         for key in required:
             if key not in table:
@@ -248,7 +248,7 @@ class _TableReader:
                     f"recipe file {self._where}: the key `{prefix}{key}` is missing; add it"
                 )
         return {
-            key: self._expect(value, known[key], f"{prefix}{key}") for key, value in table.items()
+            key: self._expect(value, types[key], f"{prefix}{key}") for key, value in table.items()
         }
 
     def _read_texts(self, table: dict[str, Any], prefix: str) -> dict[str, str]:

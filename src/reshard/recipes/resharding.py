@@ -118,12 +118,12 @@ class ReshardingPlan:
     @classmethod
     def of_job(cls, job: Job, source_world_size: int, target_world_size: int) -> ReshardingPlan:
         """Return the view of a job between two numbers of ranks."""
-        found = [
+        redistributions = [
             redistribution
             for item in job.items
             for redistribution in _list_redistributions(job, item)
         ]
-        return cls(source_world_size, target_world_size, tuple(found), job)
+        return cls(source_world_size, target_world_size, tuple(redistributions), job)
 
     @cached_property
     def _by_name(self) -> Mapping[str, list[TensorRedistribution]]:
@@ -292,14 +292,14 @@ class _Run:
 
     def _fill(self, rank: int) -> None:
         """Fill a target rank's arrays. Each is added once it is complete."""
-        found = self._found.setdefault(rank, {})
+        arrays = self._found.setdefault(rank, {})
         try:
             for item in self._find_items(rank):
                 self._stop_where_cancelled()
                 array, copied = run_rank(
                     item.change, rank, self._arrays[item.name], self._stop_where_cancelled
                 )
-                found[item.name] = array
+                arrays[item.name] = array
                 size_bytes = copied * item.dtype.itemsize_bytes
                 self._copied_bytes[rank] = self._copied_bytes.get(rank, 0) + size_bytes
         except InterruptedRunError:
@@ -332,8 +332,8 @@ class _Run:
         """Return a warning about arrays that the plan does not name, if any."""
         # Shards are a list by rank, or a mapping of ranks.
         named = self._shards.values() if isinstance(self._shards, Mapping) else self._shards
-        known = {item.name for item in self.job.items}
-        extra = dict.fromkeys(name for shard in named for name in shard if name not in known)
+        planned = {item.name for item in self.job.items}
+        extra = dict.fromkeys(name for shard in named for name in shard if name not in planned)
         if not extra:
             return []
         return [f"left out, since the plan's metadata does not name them: {_join(extra)}"]
@@ -344,11 +344,11 @@ class _Run:
         return [f"target ranks that hold nothing: {_join(empty)}"] if empty else []
 
     def _describe_progress(self, ranks: Sequence[int]) -> str:
-        wanted = {rank: [item.name for item in self._find_items(rank)] for rank in ranks}
+        expected = {rank: [item.name for item in self._find_items(rank)] for rank in ranks}
         count = sum(len(self._found.get(rank, {})) for rank in ranks)
-        parts = [f"cancelled with {count} of {sum(map(len, wanted.values()))} arrays complete"]
+        parts = [f"cancelled with {count} of {sum(map(len, expected.values()))} arrays complete"]
         # Ranks that are complete are named as such, the others by their tensors.
-        whole = [rank for rank in ranks if len(self._found.get(rank, {})) == len(wanted[rank])]
+        whole = [rank for rank in ranks if len(self._found.get(rank, {})) == len(expected[rank])]
         if whole:
             parts.append(f"all of target ranks {_join(whole)}")
         for rank in ranks:

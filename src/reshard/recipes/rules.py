@@ -220,9 +220,9 @@ class RuleList:
         >>> rules.find("layers.12.up"), rules.find("layers.12.up", first=1)
         ((0, {'layer': 12}), (1, {}))
         """
-        for number, found in self._list_matching(name, first):
-            if self.rules[number].applies(self.config, found):
-                return number, found
+        for number, numbers in self._list_matching(name, first):
+            if self.rules[number].applies(self.config, numbers):
+                return number, numbers
         return None
 
     def _list_matching(self, name: str, first: int) -> Iterator[tuple[int, dict[str, int]]]:
@@ -234,13 +234,16 @@ class RuleList:
             return
         # Components that are numbers; one call, since there may be very many names.
         alike = re.sub(r"(?<![^.])[0-9]+(?![^.])", "0", name)
-        known = self._known.get((alike, first))
-        if known is None:
-            known = self._known[alike, first] = list(self._match_alike(alike, first))
-        for number, places in known:
+        matching = self._known.get((alike, first))
+        if matching is None:
+            matching = self._known[alike, first] = list(self._match_alike(alike, first))
+        for number, places in matching:
             parts = name.split(".") if places else ()
-            found = places.items()
-            yield number, {what: int(parts[at]) if at >= 0 else own for what, (at, own) in found}
+            pairs = places.items()
+            yield (
+                number,
+                {what: int(parts[at]) if at >= 0 else fixed for what, (at, fixed) in pairs},
+            )
 
     def _match_alike(
         self, alike: str, first: int
@@ -277,9 +280,9 @@ def _distinguishes_numbers(pattern: str) -> bool:
     [False, True, True, True]
     """
 
-    def replace_set(found: re.Match[str]) -> str:
-        has_digit = any(fnmatch.fnmatchcase(digit, found[0]) for digit in "0123456789")
-        has_dot = fnmatch.fnmatchcase(".", found[0])
+    def replace_set(match: re.Match[str]) -> str:
+        has_digit = any(fnmatch.fnmatchcase(digit, match[0]) for digit in "0123456789")
+        has_dot = fnmatch.fnmatchcase(".", match[0])
         return "?" if has_digit and has_dot else "1" if has_digit else "." if has_dot else "_"
 
     text = _SET.sub(replace_set, _NUMBER.sub("*", pattern))

@@ -91,16 +91,16 @@ def register_strategy(name: str, function: StrategyFunction) -> None:
         RecipeError: an empty name, or a name of another function.
     """
     added = Strategy(name, function)
-    known = _strategies.setdefault(name.casefold(), added)
-    if known.function is not function:
+    registered = _strategies.setdefault(name.casefold(), added)
+    if registered.function is not function:
         raise RecipeError(
-            f"the strategy name {name!r} is taken by {known.function!r}; choose another name"
+            f"the strategy name {name!r} is taken by {registered.function!r}; choose another name"
         )
 
 
 def strategy_names() -> tuple[str, ...]:
     """Return the names of all strategies, in the order they were added."""
-    return tuple(known.name for known in _strategies.values())
+    return tuple(entry.name for entry in _strategies.values())
 
 
 def strategy(name: str) -> Strategy:

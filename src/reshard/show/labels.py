@@ -155,9 +155,9 @@ def notes(layout: Layout, grid: RegionGrid, width: int) -> list[str]:
             if lengths[part]:
                 padding.setdefault(int(lengths[part]), []).append(slot)
         if len(padding) > MAX_PADDINGS:
-            every = sorted(itertools.chain(*padding.values()))
+            padded_slots = sorted(itertools.chain(*padding.values()))
             padded = f"{min(padding)} to {max(padding)}"
-            lines.append(f"Padding of {padded} in dimension {d}: {_short(every)}.")
+            lines.append(f"Padding of {padded} in dimension {d}: {_short(padded_slots)}.")
         else:
             for length, slots in sorted(padding.items()):
                 lines.append(f"Padding of {length} in dimension {d}: {_short(sorted(slots))}.")

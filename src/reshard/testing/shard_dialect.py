@@ -122,8 +122,8 @@ class TypeCheck:
 
     def _grid(self, name: str) -> DeviceMesh:
         if name not in self._grids:
-            known = ", ".join(map(symbol_text, self._grids)) or "none"
-            raise NotationError(f"there is no grid {symbol_text(name)}; the module has {known}")
+            names = ", ".join(map(symbol_text, self._grids)) or "none"
+            raise NotationError(f"there is no grid {symbol_text(name)}; the module has {names}")
         return self._grids[name]
 
     def _value(self, name: str, word: str) -> _Value:
@@ -407,8 +407,8 @@ class _ModuleReader:
         # 4. The value that is returned, of the type that the head gives.
         returned = self._name()
         scanner.expect(":")
-        if (given := self._tensor()) != result_type:
-            raise NotationError(f"a {given} is returned by a function of {result_type}")
+        if (returned_type := self._tensor()) != result_type:
+            raise NotationError(f"a {returned_type} is returned by a function of {result_type}")
         check.finish(returned, result_type)
         self._next()
         scanner.expect("}")
@@ -429,10 +429,10 @@ class _ModuleReader:
         """Start an operation, so that errors name its line."""
         self._begin = self.scanner.position
 
-    def _grid(self, known: list[DeviceMesh]) -> DeviceMesh:
+    def _grid(self, grids: list[DeviceMesh]) -> DeviceMesh:
         match = self.scanner.take(_GRID)
         mesh = parse_mlir_mesh(match[0] if match else "")
-        if any(grid.name == mesh.name for grid in known):
+        if any(grid.name == mesh.name for grid in grids):
             raise NotationError(f"two grids are called @{mesh.name}; give each its own name")
         return mesh
 
@@ -598,15 +598,15 @@ class _Run:
                 f"no array for process {missing[0]}; the grid has {len(self._processes)}, got "
                 f"arrays for {sorted(shards)}"
             )
-        given = [np.asarray(shards[process]) for process in self._processes]
+        arrays = [np.asarray(shards[process]) for process in self._processes]
         element = module.argument_type.element
-        for process, array in enumerate(given):
+        for process, array in enumerate(arrays):
             if array.dtype.name != _DTYPES.get(element):
                 raise ShardError(
                     f"the array of process {process} is of {array.dtype}; the module is for "
                     f"{element}"
                 )
-        self.arrays: dict[str, list[Array]] = {module.argument: given}
+        self.arrays: dict[str, list[Array]] = {module.argument: arrays}
 
     def carry_out(self, op: Operation) -> None:
         """Run an operation in every process."""
@@ -658,7 +658,7 @@ class _Run:
         grid = self._grids[sharding.attributes["grid"]]
         layout = sharding_spec(grid, sharding, len(type_.shape)).layout(type_.shape)
         self._annotated.add(op.result)
-        found = []
+        parts = []
         for process, array in enumerate(held):
             shape = layout.local_shape(process) or ()
             if operand in self._returning:
@@ -669,8 +669,8 @@ class _Run:
                     f"the array of process {process} has shape {list(array.shape)}; its part of "
                     f"{type_} that is sharded {axes} is {list(shape)}"
                 )
-            found.append(array)
-        return found
+            parts.append(array)
+        return parts
 
     def _messages(self, op: Operation, held: Sequence[Array]) -> list[Array]:
         shape = self._grids[op.attributes["grid"]].shape

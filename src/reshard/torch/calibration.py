@@ -157,23 +157,23 @@ def cases_of(
         raise UsageError(
             f"tensors of at most {largest_bytes} bytes a rank; {SMALLEST_BYTES} or more are needed"
         )
-    found: list[Case] = []
+    cases: list[Case] = []
     size_bytes = largest_bytes
     while size_bytes >= SMALLEST_BYTES:
         elements = size_bytes // _ITEM_BYTES
         # List it once per size, since it is used in the evaluation of each size.
-        found += _call(hosts, ranks_per_host)
-        found += _copies(elements)
+        cases += _call(hosts, ranks_per_host)
+        cases += _copies(elements)
         if ranks_per_host > 1:
             flat = (elements,)
             pair = _alone(flat, flat), _alone(flat, flat, rank=1)
-            found.append(Case(fitting.WITHIN_HOST, "pair", flat, *pair))
-            found += _list_shared(hosts, ranks_per_host, elements)
-            found += _collectives(hosts, ranks_per_host, elements, kinds)
+            cases.append(Case(fitting.WITHIN_HOST, "pair", flat, *pair))
+            cases += _list_shared(hosts, ranks_per_host, elements)
+            cases += _collectives(hosts, ranks_per_host, elements, kinds)
         if hosts > 1:
-            found += _across(hosts, ranks_per_host, elements)
+            cases += _across(hosts, ranks_per_host, elements)
         size_bytes //= _FACTOR
-    return tuple(found)
+    return tuple(cases)
 
 
 def _call(hosts: int, ranks: int) -> Iterator[Case]:
@@ -428,8 +428,8 @@ def _measure_round(actions: Sequence[Callable[[], object]], device: torch.device
         mine_s.append(time.perf_counter() - began_s)
     slowest_s = torch.tensor(mine_s, dtype=torch.float64, device=device)
     dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
-    found: list[float] = slowest_s.tolist()
-    return found
+    seconds: list[float] = slowest_s.tolist()
+    return seconds
 
 
 def _wait(device: torch.device) -> None:

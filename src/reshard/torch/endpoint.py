@@ -40,11 +40,11 @@ _MESHES: weakref.WeakKeyDictionary[Any, dict[int, DeviceMesh]] = weakref.WeakKey
 
 def mesh_of(torch_mesh: Any) -> DeviceMesh:
     """Return the mesh of a torch `DeviceMesh`, as seen from this process."""
-    known = _MESHES.setdefault(torch_mesh, {})
+    by_rank = _MESHES.setdefault(torch_mesh, {})
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank not in known:
-        known[rank] = dtensor.mesh_of(torch_mesh)
-    return known[rank]
+    if rank not in by_rank:
+        by_rank[rank] = dtensor.mesh_of(torch_mesh)
+    return by_rank[rank]
 
 
 def sharding_of_placements(torch_mesh: Any, placements: Sequence[Any], ndim: int) -> ShardingSpec:
@@ -118,7 +118,7 @@ class TensorEndpoint:
                 spec = sharding_of_placements(mesh, placements, len(_require_shape(shape, what)))
                 spec = place_sharding(spec, group)
                 layout = spec.layout(_require_shape(shape, what))
-                if all(isinstance(one, TorchPlacement) for one in placements):
+                if all(isinstance(placement, TorchPlacement) for placement in placements):
                     return cls(layout, mesh, tuple(placements), spec)
                 return cls(layout, spec=spec)
         raise UsageError(
@@ -185,7 +185,9 @@ def place_sharding(spec: ShardingSpec, group: RankGroup) -> ShardingSpec:
 
 def shape_of(*described: Description | None) -> tuple[int, ...] | None:
     """Return the shape of the first layout among descriptions, or None."""
-    return next((one.shape for one in described if isinstance(one, Layout)), None)
+    return next(
+        (description.shape for description in described if isinstance(description, Layout)), None
+    )
 
 
 def _require_shape(shape: Sequence[int] | None, what: str) -> tuple[int, ...]:
@@ -295,8 +297,8 @@ def check_local(
     if type(local) in WITH_MEMORY and is_freed(local):
         raise ShardError(f"{what}: {FREED}")
     if local is None or tuple(local.shape) != expected:
-        found = [] if local is None else list(local.shape)
-        raise ShardError(f"{what} has local shape {found}, the layout says {list(expected)}")
+        local_shape = [] if local is None else list(local.shape)
+        raise ShardError(f"{what} has local shape {local_shape}, the layout says {list(expected)}")
     return local
 
 
@@ -436,5 +438,5 @@ def list_locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if not set(map(type, listed)) <= WITH_MEMORY:
         listed = [getattr(tensor, "_local_tensor", tensor) for tensor in listed]
     if not set(map(type, listed)) <= WITH_MEMORY:
-        listed = [found for found in map(local_of, listed) if found is not None]
+        listed = [local for local in map(local_of, listed) if local is not None]
     return listed

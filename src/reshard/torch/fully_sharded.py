@@ -192,8 +192,8 @@ class _FlatGroup:
 def _list_gathered(handle: Any) -> list[torch.Tensor]:
     """Return the memory of FSDP1's gathered flat parameter; empty before the first forward."""
     names = ("_full_param_padded", "_full_prec_full_param_padded")
-    found = (getattr(handle.flat_param, name, None) for name in names)
-    return [copy for copy in found if copy is not None] if handle.uses_sharded_strategy else []
+    candidates = (getattr(handle.flat_param, name, None) for name in names)
+    return [copy for copy in candidates if copy is not None] if handle.uses_sharded_strategy else []
 
 
 # The results of `list_flat_parameters`, each with the address of its shard.
@@ -233,9 +233,9 @@ def list_flat_parameters(handle: Any) -> list[tuple[torch.nn.Module, str, Any]]:
     Raises ShardError for parameters that are not dense, or are also sharded as DTensors.
     """
     shard = find_shard(handle)
-    known = _LISTED.get(handle)
-    if known is not None and known[0] == shard.data_ptr():
-        return known[1]
+    cached = _LISTED.get(handle)
+    if cached is not None and cached[0] == shard.data_ptr():
+        return cached[1]
     flat = handle.flat_param
     ranks = dist.get_process_group_ranks(handle.process_group)
     is_cut = handle.uses_sharded_strategy
@@ -287,15 +287,15 @@ def find_partition(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Layout
     Raises ShardError for a partition that is not in memory, or that is quantized.
     """
     part: Any = vars(parameter)["ds_tensor"]
-    of: Any = parameter
+    zero_parameter: Any = parameter
     if part.dtype != parameter.dtype or part.numel() != part.ds_numel:
         raise ShardError(
-            f"a parameter of shape {list(of.ds_shape)} that ZeRO-3 has quantised or swapped to a "
-            "disk, which is not supported; give its elements within deepspeed.zero."
+            f"a parameter of shape {list(zero_parameter.ds_shape)} that ZeRO-3 has quantised or "
+            "swapped to a disk, which is not supported; give its elements within deepspeed.zero."
             "GatheredParameters"
         )
-    ranks = tuple(dist.get_process_group_ranks(of.ds_process_group))
-    layout = _lay_out(tuple(of.ds_shape), 0, part.numel(), ranks)
+    ranks = tuple(dist.get_process_group_ranks(zero_parameter.ds_process_group))
+    layout = _lay_out(tuple(zero_parameter.ds_shape), 0, part.numel(), ranks)
     own = dist.get_rank()
     expected = layout.local_shape(own) if own < layout.slots else None
     if expected is None:

@@ -89,9 +89,11 @@ def measure_links(
     between_racks = uplink = None
     if hosts.racks > 1:
         of_rack: list[list[int]] = [[] for _ in range(hosts.racks)]
-        for host, found in enumerate(ranks):
-            of_rack[int(hosts.host_rack[host])] += found
-        between_racks = measuring.link(_pair_boxes([one[:1] for one in of_rack]), call_s, 1)
+        for host, host_ranks in enumerate(ranks):
+            of_rack[int(hosts.host_rack[host])] += host_ranks
+        between_racks = measuring.link(
+            _pair_boxes([rack_ranks[:1] for rack_ranks in of_rack]), call_s, 1
+        )
         all_of_rack = measuring.link(_pair_boxes(of_rack), call_s, max(map(len, of_rack)))
         uplink = all_of_rack and Link(all_of_rack.bandwidth_bytes_per_s, 0.0)
     overhead = Overhead(call_s=call_s, shared_network=network, shared_uplink=uplink)
@@ -125,17 +127,17 @@ def _pair_boxes(boxes: Sequence[Sequence[int]]) -> _Pairs:
     following = [*boxes[1:], boxes[0]]
     return [
         (rank, other[place % len(other)])
-        for one, other in zip(boxes, following, strict=True)
-        for place, rank in enumerate(one)
+        for box, other in zip(boxes, following, strict=True)
+        for place, rank in enumerate(box)
     ]
 
 
 class _PairTimes:
     """Measured times of pairs of ranks that send at the same time."""
 
-    def __init__(self, group: RankGroup, given: dist.ProcessGroup | None) -> None:
-        self._group, self._given = group, given
-        self._device = device_of(given)
+    def __init__(self, group: RankGroup, torch_group: dist.ProcessGroup | None) -> None:
+        self._group, self._given = group, torch_group
+        self._device = device_of(torch_group)
 
     def tiny(self, pairs: _Pairs) -> float:
         """Return the seconds of a tiny transfer between each pair."""
@@ -186,7 +188,7 @@ class _PairTimes:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             mine = torch.tensor([time.perf_counter() - begun_s], dtype=torch.float64)
-            found.append(max(float(one) for one in self._group.all_gather(mine)))
+            found.append(max(float(seconds) for seconds in self._group.all_gather(mine)))
         return found[1:]
 
     def _allocate(self, layout: Layout, rank: int) -> Any:

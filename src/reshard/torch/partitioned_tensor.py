@@ -119,16 +119,18 @@ class Splits:
             self.columns.ravel(),
         )
         before, after = (apart, together) if is_aligning else (together, apart)
-        (_, to, sizes_before), (_, of, sizes_after) = before, after
+        (_, to, sizes_before), (_, origin, sizes_after) = before, after
         begin_before, begin_after = (
             np.cumsum(sizes) - sizes for sizes in (sizes_before, sizes_after)
         )
         # The pieces that stay are in both lists, in the same order.
-        source_begin = np.zeros(len(of), dtype=np.int64)
-        source_begin[of == self.rank] = begin_before[to == self.rank]
+        source_begin = np.zeros(len(origin), dtype=np.int64)
+        source_begin[origin == self.rank] = begin_before[to == self.rank]
         slot_of = np.array(slots, dtype=np.int64)
-        here = np.full(len(of), slot_of[self.rank])
-        received = _make_transfers(after, dim, shape, slot_of[of], here, source_begin, begin_after)
+        here = np.full(len(origin), slot_of[self.rank])
+        received = _make_transfers(
+            after, dim, shape, slot_of[origin], here, source_begin, begin_after
+        )
         here, nowhere = np.full(len(to), slot_of[self.rank]), np.zeros_like(begin_before)
         sent = _make_transfers(before, dim, shape, here, slot_of[to], begin_before, nowhere)
         return received, sent.moving
@@ -251,9 +253,9 @@ def gather_splits(axis: AxisRanks, sizes: Sequence[int], most: int) -> IntArray:
     own = torch.zeros(most, dtype=torch.int64)
     own[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64)
     with rank_group(axis.group).errors("nothing was moved"):
-        found = rank_group(axis.group).all_gather(own)
+        rows = rank_group(axis.group).all_gather(own)
     gathered = np.empty((len(axis), most), dtype=np.int64)
-    for place, row in zip(axis.in_group_order, found, strict=True):
+    for place, row in zip(axis.in_group_order, rows, strict=True):
         gathered[place] = row.numpy()
     return gathered
 
@@ -311,8 +313,10 @@ def convert_pieces(
 
     def forth() -> torch.Tensor:
         nonlocal received_bytes
-        found, received_bytes = exchange_pieces(axis, splits, tensor, dim, is_aligning, extra_bytes)
-        return found
+        result, received_bytes = exchange_pieces(
+            axis, splits, tensor, dim, is_aligning, extra_bytes
+        )
+        return result
 
     def back(gradient: Any) -> torch.Tensor:
         return exchange_pieces(axis, splits, gradient, dim, not is_aligning, extra_bytes)[0]
@@ -408,8 +412,8 @@ class PartitionedTensor:
         Raises the errors of the class, and UsageError for an aligned tensor without
         `num_partitions`, which does not follow from its splits.
         """
-        given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
-        sizes = tuple(int(size) for size in given)
+        values = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+        sizes = tuple(int(size) for size in values)
         if num_partitions is None:
             if aligned:
                 raise UsageError(
@@ -439,9 +443,11 @@ class PartitionedTensor:
                 "give one row for each"
             )
         count = placement.num_partitions
-        known = Splits.of_matrix(axis.position, matrix)
-        splits = known.of_side(placement.aligned)
-        return cls(local, mesh, placement.dim, count, splits, placement.aligned, matrix, 0, known)
+        all_splits = Splits.of_matrix(axis.position, matrix)
+        splits = all_splits.of_side(placement.aligned)
+        return cls(
+            local, mesh, placement.dim, count, splits, placement.aligned, matrix, 0, all_splits
+        )
 
     @classmethod
     @break_graph
@@ -507,14 +513,14 @@ class PartitionedTensor:
 
     def to_replicated(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> DTensor:
         """Gather the full tensor on every rank, in the order of partitions. As `to_aligned`."""
-        found: DTensor = self.redistribute((self.mesh, [Replicate()]), extra_bytes=extra_bytes)
-        return found
+        result: DTensor = self.redistribute((self.mesh, [Replicate()]), extra_bytes=extra_bytes)
+        return result
 
     def to_shard(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> DTensor:
         """Shard the full tensor along `dim` by ceil. As `to_aligned`."""
         target = (self.mesh, [Shard(self.dim)])
-        found: DTensor = self.redistribute(target, extra_bytes=extra_bytes)
-        return found
+        result: DTensor = self.redistribute(target, extra_bytes=extra_bytes)
+        return result
 
     @break_graph
     def redistribute(self, target: Description, **options: Unpack[RedistributionOptions]) -> Any:
@@ -522,10 +528,12 @@ class PartitionedTensor:
 
         `options` are those of `redistribute`; its `group` is the mesh's by default.
         """
-        known = self.gather_splits()
-        options.setdefault("group", known._axis.group)
-        source = (known.mesh, [known.placement])
-        return redistribute(known.local, target, source=source, shape=known.whole_shape, **options)
+        complete = self.gather_splits()
+        options.setdefault("group", complete._axis.group)
+        source = (complete.mesh, [complete.placement])
+        return redistribute(
+            complete.local, target, source=source, shape=complete.whole_shape, **options
+        )
 
     @break_graph
     def gather_splits(self) -> PartitionedTensor:
@@ -542,8 +550,8 @@ class PartitionedTensor:
             # A rank sends a column of the matrix for each partition that it owns.
             rows = rows.reshape(-1, ranks)[:partitions].T
         matrix = tuple(tuple(row) for row in rows.tolist())
-        known = Splits.of_matrix(self._axis.position, matrix)
-        return replace(self, matrix=matrix, _known=known)
+        all_splits = Splits.of_matrix(self._axis.position, matrix)
+        return replace(self, matrix=matrix, _known=all_splits)
 
     def _convert(self, is_aligning: bool, extra_bytes: int) -> PartitionedTensor:
         axis, orders = self._axis, ("unaligned", "aligned")
@@ -552,33 +560,33 @@ class PartitionedTensor:
         # After the agreement, so that ranks in different orders raise and do not wait.
         if self.aligned == is_aligning:
             return self
-        known = self._known
+        all_splits = self._known
         # The splits are exchanged once: the way back uses the same splits.
-        if known is None:
+        if all_splits is None:
             sizes = np.array(self.splits, dtype=np.int64)
-            known = exchange_splits(axis, self.num_partitions, sizes, is_aligning)
+            all_splits = exchange_splits(axis, self.num_partitions, sizes, is_aligning)
         local, received_bytes = convert_pieces(
-            axis, known, self.local, self.dim, is_aligning, extra_bytes
+            axis, all_splits, self.local, self.dim, is_aligning, extra_bytes
         )
         return replace(
             self,
             local=local,
-            splits=known.of_side(is_aligning),
+            splits=all_splits.of_side(is_aligning),
             aligned=is_aligning,
             received_bytes=received_bytes,
-            _known=known,
+            _known=all_splits,
         )
 
     def _intent(self, what: str, extra_bytes: int) -> CallSignature:
         """Return the signature of this rank's call."""
         others = [size for d, size in enumerate(self.local.shape) if d != self.dim]
-        known = "each rank's own" if self._known is None else "both ends"
+        splits_text = "each rank's own" if self._known is None else "both ends"
         meant = {
             "conversion": what,
             "shape": f"{others} beside dimension {self.dim}",
             "dtype": str(self.local.dtype),
             "partitions": str(self.num_partitions),
-            "splits": known if self.matrix is None else str(self.matrix),
+            "splits": splits_text if self.matrix is None else str(self.matrix),
             "requires_grad": str(torch.is_grad_enabled() and self.local.requires_grad),
             "extra_bytes": str(extra_bytes),
         }

@@ -87,13 +87,13 @@ def layouts(
         CheckpointError: no checkpoint in the folder.
         RunError: transformers rejects the model or the parallelism; the message has its reason.
     """
-    given = {"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp}
-    sizes = {axis: check_int(given[axis], axis, UsageError, minimum=1) for axis in _AXES}
+    requested = {"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp}
+    sizes = {axis: check_int(requested[axis], axis, UsageError, minimum=1) for axis in _AXES}
     ep = check_int(ep, "ep", UsageError, minimum=1)
     engine = _import_transformers()
     with explain_errors("read the config"):
-        made = _read_config(engine, config)
-    if getattr(made, "quantization_config", None) is not None:
+        parsed = _read_config(engine, config)
+    if getattr(parsed, "quantization_config", None) is not None:
         raise UsageError(
             "a quantised model: what transformers holds of it depends on the device it runs on; "
             "take `quantization_config` out of config.json to trace the weights it is made of"
@@ -102,18 +102,18 @@ def layouts(
         tensors = open_checkpoint(config).tensors
         sources = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     ranks = sizes["pp"] * sizes["dp"] * sizes["fsdp"] * sizes["tp"]
-    found = []
+    rank_layouts = []
     with silence(engine):
         if sources is None:
             with explain_errors("build the model"):
-                sources = _list_saved(engine, _build_whole(engine, made))
+                sources = _list_saved(engine, _build_whole(engine, parsed))
         for rank in range(ranks):
             with fake_rank(rank, ranks):
-                found.append(_trace_rank(engine, made, sizes, ep, rank, sources))
+                rank_layouts.append(_trace_rank(engine, parsed, sizes, ep, rank, sources))
     cut = {axis: size for axis, size in sizes.items() if size > 1} or {"tp": 1}
     mesh = DeviceMesh("transformers", list(cut.values()), list(cut))
     kinds = {name: _as_source(source) for name, source in sources.items()}
-    return EngineLayout("transformers", engine.__version__, mesh, kinds, tuple(found))
+    return EngineLayout("transformers", engine.__version__, mesh, kinds, tuple(rank_layouts))
 
 
 def module_tensors(
@@ -154,10 +154,10 @@ def save_form(config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tor
     engine = import_module_code()
     with explain_errors("build the model"):
         model = _build_whole(engine, config)
-    found: dict[str, torch.Tensor] = engine.core_model_loading.revert_weight_conversion(
+    saved: dict[str, torch.Tensor] = engine.core_model_loading.revert_weight_conversion(
         model, dict(tensors)
     )
-    return found
+    return saved
 
 
 def import_module_code() -> Any:
@@ -238,13 +238,13 @@ def _read_config(engine: Any, config: str | os.PathLike[str] | Mapping[str, Any]
 
 def _find_class(engine: Any, config: Any) -> Any:
     """Return the model class that a config names, or the class for text generation of its type."""
-    found = _look_up_class(engine, config, config.architectures or ())
-    if found is None:
+    model_class = _look_up_class(engine, config, config.architectures or ())
+    if model_class is None:
         raise UsageError(
             f"transformers has no model for {type(config).__name__}; name a class of its own in "
             "`architectures` of config.json"
         )
-    return found
+    return model_class
 
 
 def _look_up_class(
@@ -255,26 +255,26 @@ def _look_up_class(
     With `needs_name`, a class that is not named does not count.
     """
     for name in names:
-        found = getattr(engine, name, None) if isinstance(name, str) else None
-        if _is_model(engine, found):
-            return found
+        candidate = getattr(engine, name, None) if isinstance(name, str) else None
+        if _is_model(engine, candidate):
+            return candidate
     for auto in () if needs_name else _AUTO_CLASSES:
         mapping = getattr(engine, auto)._model_mapping
         if type(config) in mapping:
-            found = mapping[type(config)]
+            candidate = mapping[type(config)]
             # Several classes of a type are in order of preference.
-            return found[0] if isinstance(found, tuple) else found
+            return candidate[0] if isinstance(candidate, tuple) else candidate
     return None
 
 
-def _is_model(engine: Any, found: Any) -> bool:
-    return inspect.isclass(found) and issubclass(found, engine.PreTrainedModel)
+def _is_model(engine: Any, candidate: Any) -> bool:
+    return inspect.isclass(candidate) and issubclass(candidate, engine.PreTrainedModel)
 
 
 def _build_whole(engine: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
-    given = {} if dtype is None else {"dtype": dtype}
+    options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        return _find_class(engine, config)._from_config(config, **given)
+        return _find_class(engine, config)._from_config(config, **options)
 
 
 def _list_saved(engine: Any, model: Any) -> dict[str, SourceTensor]:
@@ -322,7 +322,7 @@ def _build_rank(engine: Any, config: Any, sizes: Mapping[str, int], ep: int) -> 
     from transformers.distributed import DistributedConfig
 
     cls = _find_class(engine, config)
-    wanted, _, mesh = cls.prepare_distribute_model(
+    distributed_config, _, mesh = cls.prepare_distribute_model(
         DistributedConfig(
             tp_size=sizes["tp"],
             ep_size=ep,
@@ -338,7 +338,7 @@ def _build_rank(engine: Any, config: Any, sizes: Mapping[str, int], ep: int) -> 
         # A model changes its config, which the models of all ranks are built from.
         model = cls(copy.deepcopy(config))
     conversions = get_model_conversion_mapping(model)
-    return cls.maybe_distribute_model(model, wanted, mesh), conversions
+    return cls.maybe_distribute_model(model, distributed_config, mesh), conversions
 
 
 def _load_rank(
@@ -399,32 +399,34 @@ def find_class_differences(
         RunError: the class cannot be built from the config; the message has transformers' reason.
     """
     engine = import_module_code()
-    known = engine.models.auto.configuration_auto.CONFIG_MAPPING
-    if config.get("model_type") not in known:
+    config_classes = engine.models.auto.configuration_auto.CONFIG_MAPPING
+    if config.get("model_type") not in config_classes:
         return None
     content = {key: value for key, value in config.items() if key != "quantization_config"}
     with silence(engine):
         with explain_errors("read the config"):
-            made = known[content["model_type"]].from_dict(content)
+            parsed = config_classes[content["model_type"]].from_dict(content)
         named = content.get("architectures") or ()
         # The class is code next to the checkpoint if `auto_map` is there and has none of the names.
         is_foreign = any(isinstance(name, str) for name in named) and bool(content.get("auto_map"))
-        model_class = _look_up_class(engine, made, named, needs_name=is_foreign)
+        model_class = _look_up_class(engine, parsed, named, needs_name=is_foreign)
         if model_class is None:
             return None
         with explain_errors(f"build {model_class.__name__} from the config"):
-            own = _ClassTensors(engine, model_class, made)
-        found = min((own.compare(form, shapes) for form in own.forms), key=_count)
-        elsewhere = _find_elsewhere(engine, model_class, made, found.unknown)
+            class_tensors = _ClassTensors(engine, model_class, parsed)
+        differences = min(
+            (class_tensors.compare(form, shapes) for form in class_tensors.forms), key=_count
+        )
+        elsewhere = _find_elsewhere(engine, model_class, parsed, differences.unknown)
     return dataclasses.replace(
-        found,
-        unknown=tuple(name for name in found.unknown if name not in elsewhere),
-        ignored=(*found.ignored, *sorted(elsewhere)),
+        differences,
+        unknown=tuple(name for name in differences.unknown if name not in elsewhere),
+        ignored=(*differences.ignored, *sorted(elsewhere)),
     )
 
 
-def _count(found: TensorDifferences) -> int:
-    return len(found.missing) + len(found.unknown) + len(found.misshapen)
+def _count(differences: TensorDifferences) -> int:
+    return len(differences.missing) + len(differences.unknown) + len(differences.misshapen)
 
 
 class _Key(NamedTuple):
@@ -453,10 +455,12 @@ class _ClassTensors:
         with torch.device("meta"):
             self._model = model_class._from_config(config, dtype=torch.float32)
         loading = engine.core_model_loading
-        given = get_model_conversion_mapping(self._model) or []
+        conversions = get_model_conversion_mapping(self._model) or []
         self._rename = loading.rename_source_key
-        self._renamings = [rule for rule in given if isinstance(rule, loading.WeightRenaming)]
-        self._converters = [rule for rule in given if isinstance(rule, loading.WeightConverter)]
+        self._renamings = [rule for rule in conversions if isinstance(rule, loading.WeightRenaming)]
+        self._converters = [
+            rule for rule in conversions if isinstance(rule, loading.WeightConverter)
+        ]
         self._held = self._model.state_dict()
         self._judge = f"{model_class.__name__} of transformers {engine.__version__}"
         saved = loading.revert_weight_conversion(self._model, dict(self._held))
@@ -479,10 +483,10 @@ class _ClassTensors:
         self, form: Mapping[_Key, tuple[str, Shape]], shapes: Mapping[str, Shape]
     ) -> TensorDifferences:
         """Compare tensors with the tensors of a form."""
-        given = {self.key(name): name for name in shapes}
-        missing = {key for key in form if key not in given}
-        unknown = {key for key in given if key not in form}
-        there = {key.parameter for key in given if key in form}
+        name_of = {self.key(name): name for name in shapes}
+        missing = {key for key in form if key not in name_of}
+        unknown = {key for key in name_of if key not in form}
+        there = {key.parameter for key in name_of if key in form}
         for target, source in (self._model.all_tied_weights_keys or {}).items():
             # A tied weight may have any of its names.
             if target in there or source in there:
@@ -506,15 +510,15 @@ class _ClassTensors:
         return TensorDifferences(
             self._judge,
             tuple(sorted(form[key] for key in missing if key.parameter in left.missing_keys)),
-            tuple(sorted(given[key] for key in unknown - ignored)),
+            tuple(sorted(name_of[key] for key in unknown - ignored)),
             tuple(
                 sorted(
                     (name, shapes[name], form[key][1])
-                    for key, name in given.items()
+                    for key, name in name_of.items()
                     if key in form and shapes[name] != form[key][1]
                 )
             ),
-            tuple(sorted(given[key] for key in ignored)),
+            tuple(sorted(name_of[key] for key in ignored)),
         )
 
     def _is_tied_to(self, key: _Key, there: set[str]) -> bool:
@@ -533,8 +537,8 @@ def _find_elsewhere(
             tensors = _ClassTensors(engine, other, config)
         except Exception:  # Some classes are for other values of the config.
             continue
-        known = {key for form in tensors.forms for key in form}
-        left -= {name for name in left if tensors.key(name) in known}
+        keys = {key for form in tensors.forms for key in form}
+        left -= {name for name in left if tensors.key(name) in keys}
         if not left:
             break
     return frozenset({*names} - left)
@@ -544,11 +548,11 @@ def _list_classes(engine: Any, model_class: Any) -> Iterator[Any]:
     """Yield the other public classes of a model class's file, for the same config."""
     module = sys.modules[model_class.__module__]
     for name in getattr(module, "__all__", ()):
-        found = getattr(module, name)
+        other_class = getattr(module, name)
         if (
-            _is_model(engine, found)
-            and found.config_class is model_class.config_class
-            and found is not model_class
+            _is_model(engine, other_class)
+            and other_class.config_class is model_class.config_class
+            and other_class is not model_class
             and not name.endswith("PreTrainedModel")
         ):
-            yield found
+            yield other_class

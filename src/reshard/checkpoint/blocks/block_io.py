@@ -311,8 +311,8 @@ class _BlockFiles:
         """Return the spans of a block of a kind: place, span, and whether it is the whole block."""
         grid = self.grid(number)
         box = grid.box(block)
-        found = self._list_spans(number, box, grid)
-        return tuple((place, span, span.is_all_of(box)) for place, span in found)
+        spans = self._list_spans(number, box, grid)
+        return tuple((place, span, span.is_all_of(box)) for place, span in spans)
 
     def _list_spans(self, number: int, box: Box, grid: BlockGrid) -> Iterator[tuple[int, Span]]:
         """Yield the place and the span of every range of a box of tensors of a kind.
@@ -371,15 +371,15 @@ class _BlockFiles:
             if low == high:
                 continue
             kind = self.columns.kinds[sections[stretch.section].kind]
-            storage, of = kind.dtype.storage, blocks[stretch.section]
+            storage, block = kind.dtype.storage, blocks[stretch.section]
             span, mine = stretch.span, chosen[low:high]
             box_shape = (
                 self.grid(sections[stretch.section].kind).box(sections[stretch.section].block).shape
             )
-            places, targets = at[mine], of.at[mine - stretch.low]
+            places, targets = at[mine], block.at[mine - stretch.low]
             for a, b in split_equal_steps(places, targets):
                 outer = strided_arrays(memory, storage, span.shape, places[a:b], span.strides)
-                inner = strided_arrays(of.memory, storage, box_shape, targets[a:b])
+                inner = strided_arrays(block.memory, storage, box_shape, targets[a:b])
                 # Padding is written as zeros, not as the buffer's previous content.
                 if span.has_gaps and not into_blocks:
                     outer[...] = np.zeros((), dtype=storage)

@@ -232,7 +232,7 @@ class _Change:
         tensors: Mapping[str, StoredTensor] = self.tensors
         computed: Mapping[str, ComputedTensor] = self.computed
         if is_other or self.weights or self.computed:
-            kept = self._change_each(dequantize, quantize is not None)
+            kept_wide = self._change_each(dequantize, quantize is not None)
             is_quantized = any(isinstance(t, Float8Weight) for t in self.computed.values())
             check_used(
                 f"quantize={quantize!r}",
@@ -241,12 +241,13 @@ class _Change:
                 "'model.layers.0.mlp.up_proj.weight'",
             )
         else:
-            computed, kept = self._cast_all(self._expect_dtype())
+            computed, kept_wide = self._cast_all(self._expect_dtype())
             tensors = computed.tensors()
-        if kept:
+        if kept_wide:
             self.notes.append(
-                f"{count_text(len(kept), 'tensor')} in float32 are not cast (first: {kept[0]}), "
-                "since config.json has a 16-bit type: they were kept in float32 on purpose"
+                f"{count_text(len(kept_wide), 'tensor')} in float32 are not cast (first: "
+                f"{kept_wide[0]}), since config.json has a 16-bit type: they were kept in float32 "
+                "on purpose"
             )
         config = self._make_config(quantize) if is_other else self._make_plain_config()
         return self._finish(config, tensors, computed)
@@ -258,12 +259,12 @@ class _Change:
         may_be = stored.by_kind([self._is_cast(element) for element in types]).astype(bool)
         may_be[stored.rows([name for name in self.kept if name in stored])] = False
         stays = stored.by_kind([self._stays_wide(element) for element in types]).astype(bool)
-        kept = list(itertools.compress(stored.names, (may_be & stays).tolist()))
-        return CastColumns(stored, may_be & ~stays, to), kept
+        kept_wide = list(itertools.compress(stored.names, (may_be & stays).tolist()))
+        return CastColumns(stored, may_be & ~stays, to), kept_wide
 
     def _change_each(self, dequantize: bool, quantize: bool) -> list[str]:
         """Change tensor by tensor, and return the names of tensors kept wide on purpose."""
-        kept: list[str] = []
+        kept_wide: list[str] = []
         for name, tensor in self.checkpoint.tensors.items():
             weight = self.weights.get(self.member_of.get(name, ""))
             if weight is not None:
@@ -275,13 +276,13 @@ class _Change:
                 self._quantize(tensor)
             elif name not in self.kept and self._is_cast(tensor.dtype):
                 if self._stays_wide(tensor.dtype):
-                    kept.append(name)
+                    kept_wide.append(name)
                     self.tensors[name] = tensor
                 else:
                     self._add(name, self._cast(tensor, self._expect_dtype()), tensor.binding)
             else:
                 self.tensors[name] = tensor
-        return kept
+        return kept_wide
 
     def _is_cast(self, element: DType) -> bool:
         return self.dtype is not None and is_castable(element) and element is not self.dtype
@@ -323,14 +324,14 @@ class _Change:
 
     def _dequantize(self, weight: QuantizedWeight) -> None:
         stored = {name: self.checkpoint.tensors[name] for name in weight.members}
-        given = quantization_config(self.config)
-        bits = given.get("bits")
+        quantization = quantization_config(self.config)
+        bits = quantization.get("bits")
         computed = DequantizedWeight(
             weight,
             stored,
             self.dtype or self._own_dtype() or dtype("bfloat16"),
             bits if isinstance(bits, int) else _find_bits(weight),
-            weight.method.startswith("GPTQ") and given.get("checkpoint_format") != "gptq_v2",
+            weight.method.startswith("GPTQ") and quantization.get("checkpoint_format") != "gptq_v2",
         )
         self._add(
             weight.name, computed, stored[weight.name].binding if weight.name in stored else None

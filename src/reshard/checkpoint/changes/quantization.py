@@ -87,7 +87,7 @@ class DequantizedWeight(Record):
     def __post_init__(self) -> None:
         method = self.weight.method
         if not find_method(method).values:
-            supported = ", ".join(known.name for known in METHODS if known.values)
+            supported = ", ".join(entry.name for entry in METHODS if entry.values)
             raise UsageError(
                 f"the values of {self.weight.name!r} ({method}) cannot be computed; supported: "
                 f"{supported}. Keep it quantised, or use the library that wrote it"
@@ -186,14 +186,14 @@ class DequantizedWeight(Record):
         packed = self._find_packed(coding, dims)
         numbers = self._decode(coding, tensor, packed, read(own))
         # 1. The dimensions of the weight, in its order; a missing dimension has length 1.
-        kept = [d for d, dim in enumerate(dims) if dim.dimension is not None]
-        numbers = numbers.reshape([numbers.shape[d] for d in kept])
-        order = [int(dims[d].dimension or 0) for d in kept]
-        numbers = np.transpose(numbers, np.argsort(order)) if kept else numbers
+        stored_dims = [d for d, dim in enumerate(dims) if dim.dimension is not None]
+        numbers = numbers.reshape([numbers.shape[d] for d in stored_dims])
+        order = [int(dims[d].dimension or 0) for d in stored_dims]
+        numbers = np.transpose(numbers, np.argsort(order)) if stored_dims else numbers
         lengths = dict(zip(sorted(order), numbers.shape, strict=True))
         numbers = numbers.reshape([lengths.get(d, 1) for d in range(len(self.shape))])
         # 2. Crop to the indices of the box, and repeat numbers that a group shares.
-        for d in kept:
+        for d in stored_dims:
             dim, at = dims[d], int(dims[d].dimension or 0)
             first = own.start[d] // dim.indices * dim.elements
             indices = np.arange(box.start[at], box.stop[at]) - first

@@ -236,10 +236,10 @@ class SourceDigests:
             own.digest.update(piece[own.end - at :])
             own.end = at + len(piece)
             while own.end in own.later:
-                kept = own.later.pop(own.end)
-                self._keep(-len(kept))
-                own.digest.update(kept)
-                own.end += len(kept)
+                later = own.later.pop(own.end)
+                self._keep(-len(later))
+                own.digest.update(later)
+                own.end += len(later)
             if own.end < size_bytes:
                 return
             del blocks.pieces[block]
@@ -295,9 +295,9 @@ def find_absorbed(
     """Return the tensors with digests that became parts of other tensors."""
     if before is after or (isinstance(before, TensorColumns) and before.digests is None):
         return ()
-    kept = {tensor.digest.tensor for tensor in after.values() if tensor.digest is not None}
+    remaining = {tensor.digest.tensor for tensor in after.values() if tensor.digest is not None}
     return tuple(
         tensor
         for tensor in before.values()
-        if tensor.digest is not None and tensor.digest.tensor not in kept
+        if tensor.digest is not None and tensor.digest.tensor not in remaining
     )

@@ -74,11 +74,11 @@ class ChecksumTracker:
         Raises:
             DigestError: bytes that differ from those written.
         """
-        for damaged, found in damaged_ranges(self._checksums, self._read, sources):
+        for damaged, actual in damaged_ranges(self._checksums, self._read, sources):
             path, start = self._source.path(damaged.place.path), damaged.place.start_bytes
             raise DigestError(
                 f"{path} bytes {start}:{start + damaged.size_bytes}, {damaged.part} of tensor "
-                f"{damaged.tensor!r}, are not what was written: their checksum is {found:08x}, "
+                f"{damaged.tensor!r}, are not what was written: their checksum is {actual:08x}, "
                 f"the file has the checksum {damaged.crc32:08x}. It was damaged, fetch it again"
             )
 
@@ -185,19 +185,19 @@ def source_checksums(checksums: Iterable[StoredChecksum]) -> RangeChecksums:
 
 
 def damaged_ranges(
-    checksums: Iterable[StoredChecksum], found: RangeChecksums, sources: OpenFiles[SourceFile]
+    checksums: Iterable[StoredChecksum], computed: RangeChecksums, sources: OpenFiles[SourceFile]
 ) -> Iterator[tuple[StoredChecksum, int]]:
     """Yield the ranges whose checksum differs from the file's, each with the computed checksum.
 
-    If `found` lacks some bytes of a range, the range is read; if it only lacks the padding, only
+    If `computed` lacks some bytes of a range, the range is read; if it only lacks the padding, only
     the padding is read.
     """
     for item in checksums:
         name, start = item.place.path, item.place.start_bytes
         for padding, size_bytes in item.padding if item.is_read_once else ():
             for at, piece in _read_pieces(sources[name], padding, size_bytes):
-                found.add(name, at, piece)
-        checksum = found.of(name, start) if item.is_read_once else None
+                computed.add(name, at, piece)
+        checksum = computed.of(name, start) if item.is_read_once else None
         if checksum is None:
             checksum = _compute_checksum(sources[name], start, item.size_bytes)
         if checksum != item.crc32:

@@ -227,8 +227,8 @@ class Conversion(Record):
             from reshard.recipes.library import choose_recipe
 
             config = read_config(self.source)
-            known = choose_recipe(config) if config else None
-            hint = f"; --recipe {known.name} fits its config.json" if known else ""
+            recipe = choose_recipe(config) if config else None
+            hint = f"; --recipe {recipe.name} fits its config.json" if recipe else ""
             notes.append(f"no rule and no recipe was given, so every tensor is replicated{hint}")
         else:
             notes += self.axis_notes
@@ -260,7 +260,11 @@ class Conversion(Record):
         """Bytes read from the files of each source rank."""
         total: dict[int, int] = {}
         stored = [t for name, t in self.source.tensors.items() if name not in self.computed]
-        inputs = {source.name: source for made in self.computed.values() for source in made.sources}
+        inputs = {
+            source.name: source
+            for computed in self.computed.values()
+            for source in computed.sources
+        }
         for tensor in (*stored, *inputs.values()):
             change = tensor.assembly
             # A row for each route of the assembly: the rank that it reads from, and its elements.
@@ -300,10 +304,10 @@ class Conversion(Record):
         if self.work_items.is_cast.any():
             inputs = (self.work_items.cast_bytes,)
         for row in np.flatnonzero(self.work_items.source_rows < 0).tolist():
-            made = ComputedReader(self.computed[self.work_items.target.names[row]], nothing)
-            pairs = itertools.zip_longest(inputs, made.input_bytes, fillvalue=0)
+            reader = ComputedReader(self.computed[self.work_items.target.names[row]], nothing)
+            pairs = itertools.zip_longest(inputs, reader.input_bytes, fillvalue=0)
             inputs = tuple(max(pair) for pair in pairs)
-            block, span = max(block, made.grid.largest_bytes), max(span, made.span_bytes)
+            block, span = max(block, reader.grid.largest_bytes), max(span, reader.span_bytes)
         return WorkspaceSize(block, span, inputs, SCRATCH_BYTES if self.computed else 0)
 
     def workspace_size(self, extra_bytes: int) -> WorkspaceSize:

@@ -93,13 +93,13 @@ def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:
         _add_rank(rank, stored, layout.sources, sources, computed)
     tensors: dict[str, StoredTensor] = {}
     missing: list[str] = []
-    for name, found in sources.items():
-        if not found:
+    for name, parts in sources.items():
+        if not parts:
             if name in computed:
                 raise _explain_computed(name, computed[name])
             missing.append(name)
             continue
-        tensors[name] = _bind(name, layout, found, computed)
+        tensors[name] = _bind(name, layout, parts, computed)
     notes = list(checkpoint.notes)
     if missing:
         notes.append(
@@ -125,7 +125,7 @@ def _find_parameters(
 ) -> dict[str, StoredTensor]:
     """Return a rank's parameters in the state; tied parameters are stored under a single name."""
     tied = {name: group for group in rank.tied for name in group}
-    found: dict[str, StoredTensor] = {}
+    parameters: dict[str, StoredTensor] = {}
     for name, parameter in rank.parameters.items():
         names = (name, *sorted(tied.get(name, ())))
         stored = next(
@@ -146,14 +146,14 @@ def _find_parameters(
                 "loading, as weights are for the kernels of quantised ones, and cannot be taken "
                 "apart again"
             )
-        found[name] = stored
-    return found
+        parameters[name] = stored
+    return parameters
 
 
 def _add_rank(
     rank: RankLayout,
     stored: Mapping[str, StoredTensor],
-    known: Mapping[str, SourceTensor],
+    source_tensors: Mapping[str, SourceTensor],
     sources: Mapping[str, _Parts],
     computed: dict[str, str],
 ) -> None:
@@ -168,7 +168,7 @@ def _add_rank(
             computed |= {source: how for source in part.sources if source not in computed}
         for piece in parameter.pieces:
             changes = [step for step in piece.steps if not step.startswith("bits as ")]
-            source = known[piece.source]
+            source = source_tensors[piece.source]
             if changes:
                 computed.setdefault(piece.source, f"{name!r} is made of it by {', '.join(changes)}")
             elif source.dtype.itemsize_bytes != parameter.dtype.itemsize_bytes:
@@ -224,11 +224,11 @@ def _list_regions(
 
 
 def _bind(
-    name: str, layout: EngineLayout, found: _Parts, computed: Mapping[str, str]
+    name: str, layout: EngineLayout, parts_by_box: _Parts, computed: Mapping[str, str]
 ) -> StoredTensor:
     """Return a tensor of the model. Raises if the ranks do not hold all of it."""
     source = layout.sources[name]
-    parts = sorted(found.values(), key=lambda part: part[0])
+    parts = sorted(parts_by_box.values(), key=lambda part: part[0])
     slots = max(layout.mesh.devices) + 1
     binding = bind_regions(source.shape, parts, slots, source.dtype.itemsize_bytes)
     tensor = StoredTensor(name, source.dtype, binding)
@@ -259,7 +259,7 @@ def shard_by_engine(
     check_sources(checkpoint, engine)
     layouts = engine.source_layouts()
     slots = max(engine.mesh.devices) + 1
-    found: dict[str, Layout] = {}
+    complete_layouts: dict[str, Layout] = {}
     whole: list[str] = []
     completed: dict[Layout, Layout | None] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -267,19 +267,19 @@ def shard_by_engine(
         if layout not in completed:
             is_there = missing_box(layout) is None
             completed[layout] = layout if is_there else None
-        kept = completed[layout]
-        if kept is None:
+        complete = completed[layout]
+        if complete is None:
             whole.append(name)
             holders = sorted({0, *layout.holders})
-            kept = Layout.whole(tensor.shape, holders, slots)
-        found[name] = kept
+            complete = Layout.whole(tensor.shape, holders, slots)
+        complete_layouts[name] = complete
     notes = []
     if whole:
         notes.append(
             f"{len(whole)} tensors (first: {whole[0]}) are not, or not wholly, read by "
             f"{engine.engine}: they are whole, on rank 0 and on the ranks that read some of them"
         )
-    return found, tuple(notes)
+    return complete_layouts, tuple(notes)
 
 
 def check_sources(checkpoint: Checkpoint, engine: EngineLayout) -> None:

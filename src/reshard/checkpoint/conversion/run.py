@@ -211,8 +211,8 @@ class _ConversionRun:
                 path.parent.mkdir(parents=True, exist_ok=True)
             # The lookup opens the file, which creates it, even if it does not have known bytes.
             target = self.targets[file.stored.name]
-            for offset, known in file.known_bytes():
-                target.write(memoryview(bytearray(known)), offset)
+            for offset, content in file.known_bytes():
+                target.write(memoryview(bytearray(content)), offset)
         if not self.resumed_bytes:
             # Their sizes and names must be durable before the journal lists blocks in them.
             for target in self.targets:
@@ -225,8 +225,8 @@ class _ConversionRun:
         numbers = np.flatnonzero(self.finished)
 
         def find_changed(batch: Batch, workspace: Workspace) -> IntArray:
-            found = reader.read(batch.written, workspace)
-            digests = [block_digest(block) for blocks in found for block in blocks]
+            sections = reader.read(batch.written, workspace)
+            digests = [block_digest(block) for blocks in sections for block in blocks]
             # Only one of several copies is read; the others may differ, so they are written again.
             has_copies = [
                 self.writer.has_copies(section.kind, section.block)
@@ -359,8 +359,8 @@ class _ConversionRun:
             if self.staging.is_owner and self.upload.here.host:
                 self.checksums.close_targets(self.targets, self.upload.spread)
             own = np.flatnonzero(self.finished)
-            found = self.digests.found[own].tobytes()
-            for result in self.upload.meet([sent for *_, sent, _ in done], own, found):
+            digests = self.digests.found[own].tobytes()
+            for result in self.upload.meet([sent for *_, sent, _ in done], own, digests):
                 self._note(*result)
         if self.processes.rank:
             return

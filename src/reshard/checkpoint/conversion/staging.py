@@ -260,9 +260,9 @@ class Staging(Closing):
                 f"the target is where a file system is mounted: {target}\n"
                 "expected a folder that can be renamed: name one inside it"
             )
-        if overwrite and (found := _find_kept(target)):
+        if overwrite and (protected := _find_kept(target)):
             raise UsageError(
-                f"the target {target} has {found} in it, which would be deleted\n"
+                f"the target {target} has {protected} in it, which would be deleted\n"
                 "expected a folder for this checkpoint alone: name one inside it"
             )
         if overwrite and written is not None:
@@ -491,13 +491,13 @@ def _exists(path: Path) -> bool:
 
 def _find_kept(target: Path) -> str | None:
     """Return a protected folder that the target is or contains, or None."""
-    kept = {
+    protected = {
         "the user's home folder": os.path.expanduser("~"),
         "the working folder": os.curdir,
         "the Python that runs": sys.prefix,
         "the Python that this environment is of": sys.base_prefix,
     }
-    for what, folder in kept.items():
+    for what, folder in protected.items():
         if Path(os.path.realpath(folder)).is_relative_to(target):
             return what
     names = sorted(os.listdir(target)) if target.is_dir() else []

@@ -100,17 +100,17 @@ class ConversionUpload(Closing):
         Process 0 raises the errors of `Upload.find_target`; the other processes raise RunError with
         the same message.
         """
-        found = False
+        is_found = False
         try:
             if staging.is_owner and self._processes.rank == 0:
-                found = self._upload.find_target(
+                is_found = self._upload.find_target(
                     overwrite=options.overwrite,
                     restart=options.restart,
                     is_resumed=staging.resumed,
                 )
-                if options.overwrite and not found and not options.discard_others:
+                if options.overwrite and not is_found and not options.discard_others:
                     expect_nothing_lost(self._upload.target, self._written)
-            is_complete = bool(self._processes.share(found))
+            is_complete = bool(self._processes.share(is_found))
         except (UsageError, RunError) as error:
             # No work was begun: the refusal must not leave an empty staging folder.
             is_refusal = isinstance(error, UsageError) or self.here.host > 0
@@ -169,8 +169,8 @@ class ConversionUpload(Closing):
         )
         touched = list(self._find_touched(np.arange(len(finished))))
         none: IntArray = np.zeros(0, dtype=np.int64)
-        blocks = np.concatenate([none, *(found for found, _ in touched)])
-        parts = np.concatenate([none, *(found for _, found in touched)])
+        blocks = np.concatenate([none, *(indices for indices, _ in touched)])
+        parts = np.concatenate([none, *(part_numbers for _, part_numbers in touched)])
         padded = self._find_padded()
         of_part, of_block = divide_parts(blocks, parts, done, count)
         of_part[padded | self._find_items()] = 0
@@ -197,8 +197,8 @@ class ConversionUpload(Closing):
         """
         written = np.zeros(len(self._upload.files), dtype=np.int64)
         rows, blocks = self._work_items.places(np.arange(self._work_items.count))
-        for found in find_written_ranges(self._writer, rows, blocks):
-            np.add.at(written, self._file_numbers[found.file], found.size)
+        for written_range in find_written_ranges(self._writer, rows, blocks):
+            np.add.at(written, self._file_numbers[written_range.file], written_range.size)
         padded = np.zeros(self._upload.grid.count, dtype=bool)
         spread = set()
         for number, file in enumerate(self._write_plan.files):
@@ -234,10 +234,12 @@ class ConversionUpload(Closing):
     def _find_touched(self, numbers: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
         """Yield pairs, as columns: the index in `numbers` of a block, and a part it touches."""
         rows, blocks = self._work_items.places(numbers)
-        for found in find_written_ranges(self._writer, rows, blocks):
-            files = self._file_numbers[found.file]
-            ranges, parts = self._upload.grid.touched(files, found.start, found.stop)
-            yield found.block[ranges], parts
+        for written_range in find_written_ranges(self._writer, rows, blocks):
+            files = self._file_numbers[written_range.file]
+            ranges, parts = self._upload.grid.touched(
+                files, written_range.start, written_range.stop
+            )
+            yield written_range.block[ranges], parts
 
     def wrote(self, numbers: IntArray) -> None:
         """Send the parts that these written blocks complete.
@@ -289,10 +291,10 @@ class ConversionUpload(Closing):
                 result = (numbers, digests, self.state())
         if self.hosts == 1:
             return
-        for found in self._processes.collect(result):
-            if found is not None and self._processes.rank == 0:
-                self._upload.merge(found[2])
-                yield found[:2]
+        for collected in self._processes.collect(result):
+            if collected is not None and self._processes.rank == 0:
+                self._upload.merge(collected[2])
+                yield collected[:2]
 
     def _send_rest(self) -> None:
         """Send the parts of this host that no process sent, since several processes wrote to them.

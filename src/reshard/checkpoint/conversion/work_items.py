@@ -101,8 +101,10 @@ class WorkItems(Record, eq=False):
         if source.names == target.names:
             rows = np.arange(len(target.names), dtype=np.int64)
         else:
-            found = (-1 if name in self.computed else source.row(name) for name in target.names)
-            rows = np.fromiter(found, np.int64, len(target.names))
+            source_rows = (
+                -1 if name in self.computed else source.row(name) for name in target.names
+            )
+            rows = np.fromiter(source_rows, np.int64, len(target.names))
         for name in self.computed:
             # The target's format may leave out a computed tensor, or store it elsewhere.
             if name in target:

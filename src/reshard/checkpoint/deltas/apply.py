@@ -280,8 +280,8 @@ def _add_auxiliary(
 
 def _find_item(items: Mapping[str, StoredItem], delta: Delta, entry: AuxiliaryBytes) -> StoredItem:
     if entry.start_bytes is None:
-        kept = items.get(entry.name)
-        if kept is None or (kept.size_bytes, kept.transforms) != (
+        item = items.get(entry.name)
+        if item is None or (item.size_bytes, item.transforms) != (
             entry.size_bytes,
             entry.transforms,
         ):
@@ -289,7 +289,7 @@ def _find_item(items: Mapping[str, StoredItem], delta: Delta, entry: AuxiliaryBy
                 f"{entry.name!r} of {delta.path} is not in the base; the delta is for another "
                 "checkpoint"
             )
-        return kept.replace(digest=entry.digest)
+        return item.replace(digest=entry.digest)
     place = FileRange(_name(delta), HEADER_BYTES + entry.start_bytes)
     return StoredItem(
         entry.name, place, entry.size_bytes, entry.rank, entry.transforms, entry.digest

@@ -190,10 +190,10 @@ class _Group(Record, eq=False):
     arrays: list[NDArray[Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, first: StoredTensor, layout: Layout, rank: int, wanted: DType | None) -> _Group:
-        """Return the group of a tensor, whose type becomes `wanted` if it is cast."""
-        is_cast = wanted is not None and is_castable(first.dtype)
-        loaded = wanted if wanted is not None and is_cast else first.dtype
+    def of(cls, first: StoredTensor, layout: Layout, rank: int, cast_dtype: DType | None) -> _Group:
+        """Return the group of a tensor, whose type becomes `cast_dtype` if it is cast."""
+        is_cast = cast_dtype is not None and is_castable(first.dtype)
+        loaded = cast_dtype if cast_dtype is not None and is_cast else first.dtype
         return cls(layout, _find_local_shape(first, layout, rank), loaded)
 
     def read(self, columns: TensorColumns, rank: int, shared: SharedReads) -> Iterator[_Read]:
@@ -246,7 +246,7 @@ def load_layouts(
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
         raise UsageError(f"rank={rank!r}; expected a whole number from 0")
     check_mapping("layouts", layouts)
-    wanted = options.cast
+    cast_dtype = options.cast
     arrays: dict[str, NDArray[Any]] = {}
     groups: dict[tuple[int, int], _Group] = {}
     columns = _take_columns(checkpoint, layouts)
@@ -258,7 +258,7 @@ def load_layouts(
         # its `id` is not used again for another layout.
         group = groups.get((number, id(layout)))
         if group is None:
-            group = _Group.of(columns.tensor(row), layout, rank, wanted)
+            group = _Group.of(columns.tensor(row), layout, rank, cast_dtype)
             groups[number, id(layout)] = group
         if group.shape is None:
             continue
@@ -448,7 +448,7 @@ def _find_sources(stored: Layout, layout: Layout, rank: int) -> tuple[_Source, .
     change = LayoutChange(stored, mine)
     routes = change.routes
     shapes = [tuple(shape) for shape in mine.cell_shape.tolist()]
-    found = []
+    sources = []
     for route in range(len(routes.source_cell)):
         cell = int(routes.source_cell[route])
         slot = int(stored.cell_slot[cell])
@@ -463,7 +463,7 @@ def _find_sources(stored: Layout, layout: Layout, rank: int) -> tuple[_Source, .
             stretches = (column.source_local[rows], column.target_local[rows], column.length[rows])
             columns.append(list(zip(*(values.tolist() for values in stretches), strict=True)))
         for product in itertools.product(*columns):
-            found.append(
+            sources.append(
                 _Source(
                     slot,
                     cell - stored.cells_of(slot).start,
@@ -475,7 +475,7 @@ def _find_sources(stored: Layout, layout: Layout, rank: int) -> tuple[_Source, .
                     tuple(length for _, _, length in product),
                 )
             )
-    return tuple(found)
+    return tuple(sources)
 
 
 def _is_large(read: _Read) -> bool:
@@ -546,14 +546,14 @@ class PieceKind(Record):
 
     def arrays(self, memory: memoryview, at: IntArray) -> NDArray[Any]:
         """Return the elements of pieces at equal distances in memory, cast to the arrays' type."""
-        found = strided_arrays(
+        elements = strided_arrays(
             memory, self.dtype.storage, self.region.shape, at, self.region.strides
         )
         if self.cast is None:
-            return found
-        rounded = np.empty(found.size, dtype=self.cast.storage)
-        cast_elements(found.reshape(-1), self.dtype, rounded, self.cast)
-        return rounded.reshape(found.shape)
+            return elements
+        rounded = np.empty(elements.size, dtype=self.cast.storage)
+        cast_elements(elements.reshape(-1), self.dtype, rounded, self.cast)
+        return rounded.reshape(elements.shape)
 
 
 class SharedTask(Record, eq=False):
@@ -673,8 +673,8 @@ class SharedReads:
         for high in ends:
             kind = self._kinds[int(kinds[low])]
             for a, b in split_equal_steps(at[low:high]):
-                found = kind.arrays(memory, at[low + a : low + b])
-                for piece, array in zip(pieces[low + a : low + b].tolist(), found, strict=True):
+                arrays = kind.arrays(memory, at[low + a : low + b])
+                for piece, array in zip(pieces[low + a : low + b].tolist(), arrays, strict=True):
                     self._targets[piece][...] = array
             low = high
 

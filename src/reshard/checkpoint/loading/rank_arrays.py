@@ -94,17 +94,20 @@ def describe_ranks(
     if not isinstance(mesh, DeviceMesh):
         mesh = DeviceMesh.parse(str(mesh))
     parts = _read_parts(ranks, mesh, as_dtype(dtype))
-    found = find_recipe(recipe, _no_checkpoint(), options)
+    loaded_recipe = find_recipe(recipe, _no_checkpoint(), options)
     parsed = parse_rules(rules)
 
-    first = {name: next(iter(own.values())) for name, own in parts.items()}
+    first = {name: next(iter(by_rank.values())) for name, by_rank in parts.items()}
     itemsizes = {name: part.dtype.itemsize_bytes for name, part in first.items()}
 
     def find_specs(shapes: Mapping[str, Shape]) -> dict[str, ShardingSpec]:
-        return assign(shapes, mesh, parsed, found, config, itemsizes, allow=allow).specs
+        return assign(shapes, mesh, parsed, loaded_recipe, config, itemsizes, allow=allow).specs
 
     found_layouts = find_layouts(
-        {name: {rank: part.shape for rank, part in own.items()} for name, own in parts.items()},
+        {
+            name: {rank: part.shape for rank, part in by_rank.items()}
+            for name, by_rank in parts.items()
+        },
         mesh,
         find_specs,
     )
@@ -167,9 +170,9 @@ def _read_parts(
             f"nothing says what rank {missing[0]} of {mesh.text} holds; give an empty dict for a "
             "rank that holds nothing"
         )
-    for name, found in parts.items():
-        first, part = next(iter(found.items()))
-        for rank, other in found.items():
+    for name, by_rank in parts.items():
+        first, part = next(iter(by_rank.items()))
+        for rank, other in by_rank.items():
             if other.dtype is not part.dtype or len(other.shape) != len(part.shape):
                 raise ShardError(
                     f"{name!r} is {part.dtype.name} {list(part.shape)} on rank {first}, and "
@@ -207,10 +210,10 @@ def _read_tensor(rank: int, name: str, held: Any) -> _HeldPart:
             f"rank {rank} has a tensor of {kind} of {name!r}; give the rank's own dense part, as "
             "tensor.to_local() returns it"
         )
-    found = _HeldPart(as_dtype(held.dtype), tuple(held.shape))
+    part = _HeldPart(as_dtype(held.dtype), tuple(held.shape))
     # A FakeTensor lacks memory, also on the CPU.
     if held.device.type != "cpu" or type(held).__name__ == "FakeTensor":
-        return found
+        return part
     own = held.detach().resolve_conj().resolve_neg()
     try:
         array = own.numpy()
@@ -218,7 +221,7 @@ def _read_tensor(rank: int, name: str, held: Any) -> _HeldPart:
         # NumPy lacks the type; an integer of the same size has the same bytes.
         same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
         array = own.view(same_size[own.element_size()]).numpy()
-    return found.replace(array=array)
+    return part.replace(array=array)
 
 
 def _hold(
@@ -228,18 +231,20 @@ def _hold(
     mesh: DeviceMesh | None,
 ) -> Checkpoint:
     """Return the checkpoint of these parts, in which each rank's arrays are a file."""
-    ranks = {rank for own in parts.values() for rank in own} if mesh is None else mesh.devices
+    ranks = (
+        {rank for by_rank in parts.values() for rank in by_rank} if mesh is None else mesh.devices
+    )
     held: dict[int, list[tuple[int, _HeldPart]]] = {rank: [] for rank in sorted(ranks)}
     sizes = dict.fromkeys(held, 0)
     tensors = {}
-    for name, own in parts.items():
+    for name, by_rank in parts.items():
         layout, addresses = layouts[name], {}
-        for rank, part in own.items():
+        for rank, part in by_rank.items():
             if rank in layout.holders:
                 addresses[rank] = FileRange(_file_name(rank), sizes[rank])
                 held[rank].append((sizes[rank], part))
                 sizes[rank] += math.prod(part.shape) * part.dtype.itemsize_bytes
-        kind = next(iter(own.values())).dtype
+        kind = next(iter(by_rank.values())).dtype
         tensors[name] = StoredTensor(name, kind, Binding(layout, addresses, {}), specs.get(name))
         # Raises CoverageError if the parts leave some of the tensor out.
         _ = tensors[name].assembly
@@ -249,7 +254,10 @@ def _hold(
         tensors,
         tuple(StoredFile(_file_name(rank), size, rank) for rank, size in sizes.items()),
         mesh,
-        held={_file_name(rank): partial(_open_arrays, rank, found) for rank, found in held.items()},
+        held={
+            _file_name(rank): partial(_open_arrays, rank, rank_parts)
+            for rank, rank_parts in held.items()
+        },
     )
 
 

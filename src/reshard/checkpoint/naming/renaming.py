@@ -170,7 +170,7 @@ def in_names_of(
             members = [_find_member(checkpoint, theirs, name) for name in names]
             new.add(fuse_members(theirs, fusion, members), *names)
     new.expect_change(table)
-    return new.checkpoint(), {name: made[0] for name, made in new.made_of.items()}, fused
+    return new.checkpoint(), {name: sources[0] for name, sources in new.made_of.items()}, fused
 
 
 def _find_around(
@@ -224,20 +224,20 @@ class _Tensors:
 
     def is_common(self, name: str) -> bool:
         """Return whether all members of a fused parameter share it, such as a number of steps."""
-        known = None if self._state is None else self._state.tensors.get(name)
-        if self._state is None or known is None or not known[1]:
+        entry = None if self._state is None else self._state.tensors.get(name)
+        if self._state is None or entry is None or not entry[1]:
             return False
-        own, weight = self.old.tensors[name].shape, self._state.weights.get(known[0])
+        own, weight = self.old.tensors[name].shape, self._state.weights.get(entry[0])
         return not own or (
             own == (1,) and weight is not None and self.old.tensors[weight].shape != own
         )
 
     def expect_alike(self, name: str) -> None:
         """Raise RecipeError for optimizer state whose shape is not its parameter's."""
-        known = None if self._state is None else self._state.tensors.get(name)
+        entry = None if self._state is None else self._state.tensors.get(name)
         weight = None
-        if self._state is not None and known is not None and known[1]:
-            weight = self._state.weights.get(known[0])
+        if self._state is not None and entry is not None and entry[1]:
+            weight = self._state.weights.get(entry[0])
         shape = self.old.tensors[name].shape
         if weight is not None and self.old.tensors[weight].shape != shape:
             raise RecipeError(
@@ -289,11 +289,13 @@ class _Tensors:
             )
         # Strided reads include the bytes between elements, so bytes may be read more than once.
         checksums = read_again(old.checksums, changed)
-        kept = {name for name in self.tensors if self.made_of[name] == (name,)} | {*old.items}
-        paths = {name: path for name, path in old.paths.items() if name in kept}
+        unrenamed = {name for name in self.tensors if self.made_of[name] == (name,)} | {*old.items}
+        paths = {name: path for name, path in old.paths.items() if name in unrenamed}
         new = old.replace(tensors=self.tensors, checksums=checksums, paths=paths, notes=notes)
         members = self._find_new_parameters()
-        if self._state is None or all(found == {old: None} for old, found in members.items()):
+        if self._state is None or all(
+            new_names == {old: None} for old, new_names in members.items()
+        ):
             return new
         from reshard.checkpoint.training.plain_state import rename_group_members
 

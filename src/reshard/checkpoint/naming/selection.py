@@ -132,9 +132,11 @@ class TensorSelection(Record):
 
     def to_json(self) -> dict[str, str | list[str]]:
         """Return the options that are given, as plain values."""
-        given = zip(self.field_names, self.astuple(), strict=True)
+        values = zip(self.field_names, self.astuple(), strict=True)
         return {
-            name: texts if isinstance(texts, str) else list(texts) for name, texts in given if texts
+            name: texts if isinstance(texts, str) else list(texts)
+            for name, texts in values
+            if texts
         }
 
 
@@ -230,19 +232,19 @@ def move_path(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...] |
     ('model', 'layers', 0, 'gate')
     """
     # Keep as many keys as possible at the beginning, then at the end, and replace those between.
-    for kept in range(len(path) - 1, -1, -1):
-        front = ".".join(map(str, path[:kept])) + "." if kept else ""
+    for begin_count in range(len(path) - 1, -1, -1):
+        front = ".".join(map(str, path[:begin_count])) + "." if begin_count else ""
         if not name.startswith(front) or name == front:
             continue
         rest = name[len(front) :]
-        for end in range(kept + 1, len(path) + 1):
+        for end in range(begin_count + 1, len(path) + 1):
             tail = ".".join(map(str, path[end:]))
             if not tail:
-                return (*path[:kept], rest)
+                return (*path[:begin_count], rest)
             if rest == tail:
-                return (*path[:kept], *path[end:])
+                return (*path[:begin_count], *path[end:])
             if rest.endswith(f".{tail}"):
-                return (*path[:kept], rest.removesuffix(f".{tail}"), *path[end:])
+                return (*path[:begin_count], rest.removesuffix(f".{tail}"), *path[end:])
     return None
 
 
@@ -328,10 +330,10 @@ def _describe_idle(checkpoint: Checkpoint, option: str, text: str, names: list[s
     )
 
 
-def _read_texts(what: str, given: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise UsageError(f"{what} {given!r}; give a list of texts, such as [{given!r}]")
-    texts = tuple(given)
+def _read_texts(what: str, values: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise UsageError(f"{what} {values!r}; give a list of texts, such as [{values!r}]")
+    texts = tuple(values)
     for text in texts:
         if not isinstance(text, str) or not text:
             raise UsageError(f"{what} has {text!r}; expected a text that is not empty")
@@ -520,11 +522,11 @@ def _follow_parameters(
     # The names of items and values in groups may contain a parameter.
     for name in (*checkpoint.items, *checkpoint.values):
         taken = new[name]
-        begin, found, rest = (taken or "").partition(f"{_GROUPS}.")
-        if found and taken == selection.strip(name):
-            own = rest.rpartition(".")[0]
-            if bare_name(own) in moved:
-                new[name] = begin + found + moved[bare_name(own)] + rest[len(own) :]
+        begin, separator, rest = (taken or "").partition(f"{_GROUPS}.")
+        if separator and taken == selection.strip(name):
+            member = rest.rpartition(".")[0]
+            if bare_name(member) in moved:
+                new[name] = begin + separator + moved[bare_name(member)] + rest[len(member) :]
     return moved
 
 
@@ -560,10 +562,10 @@ def _rename_groups(name: str, value: Any, moved: Mapping[str, str]) -> Any:
     for group in value:
         names = group.get("params") if isinstance(group, dict) else None
         if isinstance(names, list | tuple):
-            found = [
+            new_names = [
                 moved.get(bare_name(name), name) if isinstance(name, str) else name
                 for name in names
             ]
-            group = {**group, "params": found}
+            group = {**group, "params": new_names}
         groups.append(group)
     return groups

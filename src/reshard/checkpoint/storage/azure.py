@@ -120,10 +120,10 @@ class AzureTarget(ObjectTarget):
         """Return the incomplete uploads. Names that already have a blob cannot be listed."""
         with self._translate(prefix):
             blobs = {blob.name for blob in self._container.list_blobs(name_starts_with=prefix)}
-            every = self._container.list_blobs(
+            entries = self._container.list_blobs(
                 name_starts_with=prefix, include=["uncommittedblobs"]
             )
-            pending = [entry.name for entry in every if entry.name not in blobs]
+            pending = [entry.name for entry in entries if entry.name not in blobs]
         uploads = []
         for key in pending:
             with self._translate(key), self._blob(key) as blob:

@@ -214,8 +214,8 @@ class ScratchFile(SourceFile):
 
     def _find(self, offset_bytes: int) -> int:
         # Empty parts begin where others do: the last part that begins there is not empty.
-        found = bisect.bisect_right(self._derived.starts, offset_bytes) - 1
-        return min(found, len(self._locks) - 1)
+        index = bisect.bisect_right(self._derived.starts, offset_bytes) - 1
+        return min(index, len(self._locks) - 1)
 
     def _create_once(self, number: int) -> None:
         with self._locks[number]:

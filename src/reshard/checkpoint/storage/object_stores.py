@@ -240,18 +240,22 @@ def open_bucket(scheme: str, name: str, headers: Mapping[str, str] | None = None
     try:
         if scheme == "s3":
             endpoint = _endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-            given = {"endpoint": endpoint} if endpoint else {}
+            endpoint_options = {"endpoint": endpoint} if endpoint else {}
             return BucketSource(
-                stores.S3Store(name, **given, **_find_credentials(), **client(endpoint), **shared)
+                stores.S3Store(
+                    name, **endpoint_options, **_find_credentials(), **client(endpoint), **shared
+                )
             )
         if scheme == "gs":
-            given, endpoint = _find_emulator()
-            store = stores.GCSStore(name, **given, **client(endpoint), **shared)
+            endpoint_options, endpoint = _find_emulator()
+            store = stores.GCSStore(name, **endpoint_options, **client(endpoint), **shared)
             return BucketSource(store, has_tags=False)
         if scheme == "az":
             endpoint = _endpoint("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
-            given = {"endpoint": endpoint} if endpoint else {}
-            return BucketSource(stores.AzureStore(name, **given, **client(endpoint), **shared))
+            endpoint_options = {"endpoint": endpoint} if endpoint else {}
+            return BucketSource(
+                stores.AzureStore(name, **endpoint_options, **client(endpoint), **shared)
+            )
         url = f"{scheme}://{name}"
         try:
             return BucketSource(stores.HTTPStore(url, **client(url), **shared), lists=False)

@@ -333,7 +333,7 @@ def _split_addresses(segments: tuple[str | os.PathLike[str], ...]) -> Iterator[A
         yield segment if address is None else f"/{address[1]}:/{address[2]}"
 
 
-def check_path_text(given: str | os.PathLike[str]) -> str:
+def check_path_text(location: str | os.PathLike[str]) -> str:
     r"""Return the text of a path.
 
     Raises:
@@ -343,16 +343,16 @@ def check_path_text(given: str | os.PathLike[str]) -> str:
     Traceback (most recent call last):
     reshard.errors.UsageError: the path 'model\x00' has a null character; give one without it
     """
-    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
-        raise UsageError(f"a checkpoint at {given!r}: expected a path as a string or a Path")
-    text = os.fspath(given)
+    if not isinstance(location, str | os.PathLike) or not isinstance(os.fspath(location), str):
+        raise UsageError(f"a checkpoint at {location!r}: expected a path as a string or a Path")
+    text = os.fspath(location)
     # Python's functions report a null character as different ValueErrors, or as a missing file.
     if "\0" in text:
         raise UsageError(f"the path {text!r} has a null character; give one without it")
     return text
 
 
-def as_path(given: str | os.PathLike[str]) -> Path:
+def as_path(location: str | os.PathLike[str]) -> Path:
     """Return the local or remote path that a user gave.
 
     Raises:
@@ -363,18 +363,18 @@ def as_path(given: str | os.PathLike[str]) -> Path:
     >>> as_path("file:///data/my%20model"), as_path("gcs://bucket//model/")
     (PosixPath('/data/my model'), RemotePath('gs://bucket/model'))
     """
-    if isinstance(given, RemotePath):
-        forget_store(given.root_parts)
-        return given
-    text = check_path_text(given)
+    if isinstance(location, RemotePath):
+        forget_store(location.root_parts)
+        return location
+    text = check_path_text(location)
     address = _ADDRESS.fullmatch(text)
     if address is None:
-        return _find_on_hub(text) or Path(given)
+        return _find_on_hub(text) or Path(location)
     scheme = ALIASES.get(address[1].lower(), address[1].lower())
     if scheme == "file":
         return _path_of_file(text)
     if scheme not in PARTS:
-        return Path(given)
+        return Path(location)
     names = [name for name in address[2].split("/") if name]
     if len(names) < PARTS[scheme]:
         what = {"hf": "hf://organisation/model", "az": "az://container/folder"}

@@ -130,9 +130,9 @@ class PartGrid:
         Empty ranges overlap none.
         """
         filled = np.flatnonzero(stop > start)
-        of, low, high = file[filled], start[filled], stop[filled]
-        first = self.first[of] + low // self.part_bytes[of]
-        counts = self.first[of] + (high - 1) // self.part_bytes[of] - first + 1
+        filled_files, low, high = file[filled], start[filled], stop[filled]
+        first = self.first[filled_files] + low // self.part_bytes[filled_files]
+        counts = self.first[filled_files] + (high - 1) // self.part_bytes[filled_files] - first + 1
         ranges = np.repeat(filled, counts)
         begins = np.cumsum(counts) - counts
         parts = np.arange(len(ranges)) - np.repeat(begins - first, counts)
@@ -705,11 +705,11 @@ class Upload(Closing):
             self._run_all(lambda name: self._put_staged(content, name), small)
             self._put_staged(content, self._manifest_name)
             # 3. Remove objects that only the old checkpoint had.
-            kept = {self._key(name) for name in (*names, *others)}
+            new_keys = {self._key(name) for name in (*names, *others)}
             if self._replaces:
                 begin = len(self._key(""))
                 self._store.delete(
-                    [key for key in old if key not in kept and self._is_replaced(key[begin:])]
+                    [key for key in old if key not in new_keys and self._is_replaced(key[begin:])]
                 )
             self._abort_repeated()
             # The commit marker, which hides the checkpoint from readers, is deleted last.

@@ -101,22 +101,26 @@ def calibrate(
 
         shown = None
         if is_first and not quiet:
-            of = f"of about {duration_text(seconds_s)}"
+            total = f"of about {duration_text(seconds_s)}"
             shown = every_few_seconds(
-                lambda taken_s, rounds, _: f"measured {rounds} times, {duration_text(taken_s)} {of}"
+                lambda taken_s, rounds, _: (
+                    f"measured {rounds} times, {duration_text(taken_s)} {total}"
+                )
             )
-        found = measure(name, seconds_s=seconds_s, largest_bytes=largest_bytes, progress=shown)
-        text = preset_text(found.preset, _comment(found))
+        calibration = measure(
+            name, seconds_s=seconds_s, largest_bytes=largest_bytes, progress=shown
+        )
+        text = preset_text(calibration.preset, _comment(calibration))
         if output_path is not None and not _all_can_go_on(
             lambda: output.write_whole(Path(output_path), text, overwrite, "preset"), is_first
         ):
             return FAILED
         if is_first and as_json:
-            output.write_json(_as_json(found, text, output_path))
+            output.write_json(_as_json(calibration, text, output_path))
         elif is_first and output_path is None:
             output.write(text.rstrip("\n"))
         elif is_first and not quiet:
-            output.write("\n".join(_as_text(found, output_path)))
+            output.write("\n".join(_as_text(calibration, output_path)))
     return DONE
 
 
@@ -219,16 +223,16 @@ def _check_output(output_path: str | None, overwrite: bool) -> None:
         raise UsageError(f"{path.parent} is not writable; write elsewhere")
 
 
-def _comment(found: Calibration) -> str:
+def _comment(calibration: Calibration) -> str:
     return (
-        f"Written by reshard calibrate: medians of {found.rounds} rounds. Half of its "
-        f"{len(found.measurements)} measurements are\nexplained within "
-        f"{found.fitted.typical_error:.0%}. All ranks of a job must have the same file."
+        f"Written by reshard calibrate: medians of {calibration.rounds} rounds. Half of its "
+        f"{len(calibration.measurements)} measurements are\nexplained within "
+        f"{calibration.fitted.typical_error:.0%}. All ranks of a job must have the same file."
     )
 
 
-def _as_text(found: Calibration, output_path: str | None) -> list[str]:
-    preset, overhead = found.preset, found.preset.overhead
+def _as_text(calibration: Calibration, output_path: str | None) -> list[str]:
+    preset, overhead = calibration.preset, calibration.preset.overhead
     links: list[tuple[str, Link | None]] = [
         ("within a host", preset.within_host if preset.ranks_per_host > 1 else None),
         ("between hosts", preset.between_hosts),
@@ -246,7 +250,7 @@ def _as_text(found: Calibration, output_path: str | None) -> list[str]:
     ]
     lines.append(f"{'a call':18}  {'':10}  {duration_text(overhead.call_s)}")
     worst = sorted(
-        zip(found.measurements, found.fitted.ratios, strict=True),
+        zip(calibration.measurements, calibration.fitted.ratios, strict=True),
         # An estimate of twice the time is as wrong as an estimate of half the time.
         key=lambda pair: max(pair[1], 1 / pair[1]) if pair[1] else float("inf"),
         reverse=True,
@@ -257,19 +261,20 @@ def _as_text(found: Calibration, output_path: str | None) -> list[str]:
     )
     return [
         *lines,
-        f"half of {len(found.measurements)} measurements are explained within "
-        f"{found.fitted.typical_error:.0%}; the worst: {worst_text}",
-        f"wrote {output_path} from {found.rounds} rounds in {duration_text(found.seconds_s)}",
+        f"half of {len(calibration.measurements)} measurements are explained within "
+        f"{calibration.fitted.typical_error:.0%}; the worst: {worst_text}",
+        f"wrote {output_path} from {calibration.rounds} rounds in "
+        f"{duration_text(calibration.seconds_s)}",
     ]
 
 
-def _as_json(found: Calibration, text: str, output_path: str | None) -> dict[str, Any]:
+def _as_json(calibration: Calibration, text: str, output_path: str | None) -> dict[str, Any]:
     return {
         "output": output_path,
         "preset": text,
-        "rounds": found.rounds,
-        "seconds_s": found.seconds_s,
-        "typical_error": found.fitted.typical_error,
+        "rounds": calibration.rounds,
+        "seconds_s": calibration.seconds_s,
+        "typical_error": calibration.fitted.typical_error,
         "measurements": [
             {
                 "subject": measurement.subject,
@@ -282,6 +287,8 @@ def _as_json(found: Calibration, text: str, output_path: str | None) -> dict[str
                 "seconds_s": measurement.seconds_s,
                 "estimate_s": ratio * measurement.seconds_s,
             }
-            for measurement, ratio in zip(found.measurements, found.fitted.ratios, strict=True)
+            for measurement, ratio in zip(
+                calibration.measurements, calibration.fitted.ratios, strict=True
+            )
         ],
     }

@@ -53,28 +53,28 @@ def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
             f"{url} is a path of this machine; an interrupted conversion left a hidden "
             "folder next to its target, which the same command with --restart discards"
         )
-    found = find_orphaned_uploads(folder)
-    staged = {item.target: find_staged(item.target, staging) for item in found}
+    orphans = find_orphaned_uploads(folder)
+    staged = {item.target: find_staged(item.target, staging) for item in orphans}
     if yes:
-        remove_orphaned_uploads(found)
-        for item in found:
+        remove_orphaned_uploads(orphans)
+        for item in orphans:
             if not item.is_half_visible:
                 remove_staged(item.target, staging)
     if as_json:
-        uploads = [_as_json(item, staged[item.target]) for item in found]
+        uploads = [_as_json(item, staged[item.target]) for item in orphans]
         output.write_json({"url": str(folder), "removed": yes, "uploads": uploads})
     else:
-        output.write("\n".join(_as_text(folder, found, staged, yes)))
+        output.write("\n".join(_as_text(folder, orphans, staged, yes)))
     return DONE
 
 
 def _as_text(
     folder: RemotePath,
-    found: list[OrphanedUpload],
+    orphans: list[OrphanedUpload],
     staged: dict[RemotePath, list[Path]],
     is_removed: bool,
 ) -> list[str]:
-    if not found:
+    if not orphans:
         return [f"nothing is left of conversions to {printable(str(folder))}"]
     rows = [
         (
@@ -85,19 +85,19 @@ def _as_text(
             "partly visible" if item.is_half_visible else "",
             printable(", ".join(map(str, staged[item.target]))),
         )
-        for item in found
+        for item in orphans
     ]
     lines = [
         table(rows, ("target", "parts", "files", "begun ago", "", "staged here"), "lrrrll"),
         "",
     ]
-    is_half = any(item.is_half_visible for item in found)
+    is_half = any(item.is_half_visible for item in orphans)
     if is_half:
         lines.append(
             "partly visible targets are kept: run the same command again to complete them, or "
             "delete the folder with the store's own tools"
         )
-    if not all(item.is_half_visible for item in found):
+    if not all(item.is_half_visible for item in orphans):
         lines.append(
             "removed" if is_removed else "nothing was removed; --yes removes what is listed"
         )

@@ -129,19 +129,19 @@ def inspect(
     # Only the tensors that are shown are checked.
     shown = _choose_tensors(opened, patterns)
     copies = compare_copies(shown)
-    found = None
+    report = None
     if digest:
         from reshard.checkpoint.comparison import check_digests
 
         with shown_progress("checking", quiet) as progress:
-            found = check_digests(shown, threads=threads, progress=progress)
+            report = check_digests(shown, threads=threads, progress=progress)
     drawing = _drawing(opened[drawn]) if drawn is not None else None
     if as_json:
-        output.write_json(_as_json(checkpoint, shown, found, copies))
+        output.write_json(_as_json(checkpoint, shown, report, copies))
     elif not quiet:
-        lines = _as_text(checkpoint, shown, found, copies, drawing, shows_all)
+        lines = _as_text(checkpoint, shown, report, copies, drawing, shows_all)
         output.write_pieces(f"{line}\n" for line in lines)
-    return DIFFERS if found is not None and found.damaged else DONE
+    return DIFFERS if report is not None and report.damaged else DONE
 
 
 def _choose_tensors(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> Checkpoint:
@@ -186,7 +186,7 @@ def _shape_text(tensor: StoredTensor) -> str:
 def _as_text(
     path: str,
     checkpoint: Checkpoint,
-    found: DigestReport | None,
+    report: DigestReport | None,
     copies: CopyReport,
     drawing: str | None,
     shows_all: bool,
@@ -230,8 +230,8 @@ def _as_text(
     ]
     if drawing is not None:
         yield from ["", drawing]
-    if found is not None:
-        yield from ["", *_digest_lines(found)]
+    if report is not None:
+        yield from ["", *_digest_lines(report)]
 
 
 def _tensor_lines(columns: TensorColumns, shows_all: bool) -> Iterator[str]:
@@ -289,31 +289,31 @@ def _list_notes(checkpoint: Checkpoint) -> list[str]:
     return [*checkpoint.notes, *([describe_model_sets(sets)] if sets else [])]
 
 
-def _digest_lines(found: DigestReport) -> list[str]:
-    checked = sum(name not in found.without_digest for name in found.digests)
+def _digest_lines(report: DigestReport) -> list[str]:
+    checked = sum(name not in report.without_digest for name in report.digests)
     lines = []
-    for block in found.damaged:
+    for block in report.damaged:
         problem = block.problem or f"its digest is {block.found}, {block.expected} was written"
         lines.append(f"damaged: {block.box} of {printable(block.tensor)}: {printable(problem)}")
         lines += [f"  {printable(place)}" for place in block.places]
-    if found.without_digest:
-        lines += output.listing("no digest was recorded for", found.without_digest)
+    if report.without_digest:
+        lines += output.listing("no digest was recorded for", report.without_digest)
     # Without any recorded digest, the absence of damage shows nothing.
     verdict = (
-        f"{count_text(len(found.damaged), 'block')} damaged"
-        if found.damaged
+        f"{count_text(len(report.damaged), 'block')} damaged"
+        if report.damaged
         else "all as written"
         if checked
         else "nothing to compare with"
     )
     lines.append(
-        f"read {bytes_text(found.read_bytes)}, compared the digests of "
+        f"read {bytes_text(report.read_bytes)}, compared the digests of "
         f"{count_text(checked, 'tensor')}: {verdict}"
     )
     return lines
 
 
-def _tensors_json(checkpoint: Checkpoint, found: DigestReport | None) -> Iterator[dict[str, Any]]:
+def _tensors_json(checkpoint: Checkpoint, report: DigestReport | None) -> Iterator[dict[str, Any]]:
     from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 
     columns = TensorColumns.of(checkpoint.tensors)
@@ -333,8 +333,8 @@ def _tensors_json(checkpoint: Checkpoint, found: DigestReport | None) -> Iterato
     for row, (name, kind) in enumerate(zip(columns.names, columns.kind.tolist(), strict=True)):
         digest = None
         # The digests that were just computed if bytes were read, else those in the manifest.
-        if found is not None:
-            digest = found.digests.get(name)
+        if report is not None:
+            digest = report.digests.get(name)
         elif recorded is not None and (recorded.known is None or recorded.known[row]):
             digest = recorded.of_tensor(row).hex()
         yield {"name": name, **kinds[kind], "digest": digest}
@@ -353,7 +353,7 @@ def _totals(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _as_json(
-    path: str, checkpoint: Checkpoint, found: DigestReport | None, copies: CopyReport
+    path: str, checkpoint: Checkpoint, report: DigestReport | None, copies: CopyReport
 ) -> dict[str, Any]:
     return {
         "path": path,
@@ -361,7 +361,7 @@ def _as_json(
         "mesh": output.mesh_json(checkpoint.mesh),
         "ranks": checkpoint.ranks,
         "metadata": dict(checkpoint.metadata),
-        "tensors": _tensors_json(checkpoint, found),
+        "tensors": _tensors_json(checkpoint, report),
         "files": [output.file_json(file) for file in checkpoint.files],
         "items": [
             {"name": item.name, "rank": item.rank, "size_bytes": item.size_bytes}
@@ -384,10 +384,10 @@ def _as_json(
             "lost": list(copies.lost),
             "by_nature": [dataclasses.asdict(difference) for difference in copies.by_nature],
         },
-        "digest_check": found
+        "digest_check": report
         and {
-            "read_bytes": found.read_bytes,
-            "without_digest": list(found.without_digest),
-            "damaged": [dataclasses.asdict(block) for block in found.damaged],
+            "read_bytes": report.read_bytes,
+            "without_digest": list(report.without_digest),
+            "damaged": [dataclasses.asdict(block) for block in report.damaged],
         },
     }

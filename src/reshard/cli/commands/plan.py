@@ -256,7 +256,7 @@ def _report_page(source: str, conversion: Conversion, ranks_per_host: int | None
         alike.setdefault(item.change, []).append(item)
     # The kinds of change with most bytes first; the rest is counted in a remark.
     drawn = sorted(alike.values(), key=lambda items: -sum(map(_size_bytes, items)))
-    transfers = sum(len(found.transfers.moving) for found in job.transfers.groups)
+    transfers = sum(len(group.transfers.moving) for group in job.transfers.groups)
     left_out = sum(len(items) for items in drawn[_MAX_DRAWN:])
     remarks = [f"Not drawn: {count_text(left_out, 'smaller tensor')}."] if left_out else []
     write_plan = conversion.write_plan

@@ -78,11 +78,11 @@ def show(name: str | None, as_json: bool) -> int:
     from reshard.recipes.library import known_recipes, load_recipe
 
     if name is None:
-        found = [load_recipe(known) for known in known_recipes()]
+        recipes = [load_recipe(recipe_name) for recipe_name in known_recipes()]
         if as_json:
-            output.write_json({"recipes": [_summary_json(item) for item in found]})
+            output.write_json({"recipes": [_summary_json(item) for item in recipes]})
         else:
-            rows = [(item.name, ", ".join(item.model_types), item.description) for item in found]
+            rows = [(item.name, ", ".join(item.model_types), item.description) for item in recipes]
             output.write(table(rows, ("recipe", "model types", "description")))
         return DONE
     shown = load_recipe(name)
@@ -160,15 +160,15 @@ def check(
     elif chosen_options:
         raise UsageError("--option without a recipe; name the recipe with --recipe")
     # Both are shown, whether they are allowed or not.
-    found = assign_tensors(opened, mesh, by_hand, chosen, ALLOWANCES)
+    assignment = assign_tensors(opened, mesh, by_hand, chosen, ALLOWANCES)
     if chosen is not None:
-        chosen.expect_options_read(chosen_options, mesh, found.matched.values())
-    found = found.replace(notes=(*describe_order(mesh, written), *found.notes))
-    described = _describe_assignment(opened, mesh, found, by_hand, chosen)
+        chosen.expect_options_read(chosen_options, mesh, assignment.matched.values())
+    assignment = assignment.replace(notes=(*describe_order(mesh, written), *assignment.notes))
+    described = _describe_assignment(opened, mesh, assignment, by_hand, chosen)
     compared: dict[str, Any] | None = None
     if against is not None:
         engine = find_engine_layout(against, checkpoint, mesh)
-        compared = _compare_with_engine(engine, found.layouts)
+        compared = _compare_with_engine(engine, assignment.layouts)
     if as_json:
         content = {
             "path": checkpoint,
@@ -178,17 +178,17 @@ def check(
         output.write_json({**content, "options": chosen_options, **described, "against": compared})
     else:
         by = f" by the recipe {chosen.name}" if chosen else ""
-        given = f" with {', '.join(options)}" if options else ""
+        with_options = f" with {', '.join(options)}" if options else ""
         total = f"{count_text(len(opened), 'tensor')}, {bytes_text(opened.size_bytes)}"
-        title = f"{checkpoint} over {mesh.text}{by}{given}: {total}"
-        lines = [printable(title), *_assignment_lines(opened, found, described)]
+        title = f"{checkpoint} over {mesh.text}{by}{with_options}: {total}"
+        lines = [printable(title), *_assignment_lines(opened, assignment, described)]
         output.write(
             "\n".join([*lines, *([] if compared is None else _comparison_lines(compared))])
         )
-    idle = found.list_idle_axes(mesh, chosen) if chosen is not None else []
+    idle = assignment.list_idle_axes(mesh, chosen) if chosen is not None else []
     refused = {
-        "uncomputable": found.uncomputable,
-        "unknown": found.unknown,
+        "uncomputable": assignment.uncomputable,
+        "unknown": assignment.unknown,
         IDLE_AXES: idle,
     }
     is_refused = any(refused[word] for word in refused.keys() - {*allow})
@@ -259,20 +259,20 @@ def derive(
 def _describe_assignment(
     checkpoint: Checkpoint,
     mesh: DeviceMesh,
-    found: Assignment,
+    assignment: Assignment,
     by_hand: Sequence[Rule],
     recipe_used: Recipe | None,
 ) -> dict[str, Any]:
     """Return the shardings of a checkpoint by rules, for `--json`."""
     itemsizes = {name: t.dtype.itemsize_bytes for name, t in checkpoint.tensors.items()}
-    held = found.rank_bytes(itemsizes)
+    held = assignment.rank_bytes(itemsizes)
     counts = dict.fromkeys(mesh.devices, 0)
-    for layout in found.layouts.values():
+    for layout in assignment.layouts.values():
         for rank in layout.holders:
             counts[rank] += 1
     rules = (*by_hand, *(recipe_used.rules if recipe_used else ()))
     names_of: dict[Rule, list[str]] = {rule: [] for rule in rules}
-    for name, rule in found.matched.items():
+    for name, rule in assignment.matched.items():
         names_of[rule].append(name)
     return {
         "size_bytes": checkpoint.size_bytes,
@@ -284,7 +284,7 @@ def _describe_assignment(
                 "tensors": len(names),
                 "size_bytes": sum(checkpoint.tensors[name].size_bytes for name in names),
                 "example": names[0],
-                "cut": str(found.specs[names[0]]),
+                "cut": str(assignment.specs[names[0]]),
             }
             for rule, names in names_of.items()
             if names
@@ -293,17 +293,17 @@ def _describe_assignment(
             {"rank": rank, "tensors": counts[rank], "size_bytes": held.get(rank, 0)}
             for rank in sorted(mesh.devices)
         ],
-        "uncomputable": list(found.uncomputable),
-        "unknown": list(found.unknown),
-        "unused_rules": [str(rule) for rule in found.unused_rules],
-        "unused_recipe_rules": [str(rule) for rule in found.unused_recipe_rules],
-        "unused_axes": list(found.unused_axes),
-        "notes": list(found.notes),
+        "uncomputable": list(assignment.uncomputable),
+        "unknown": list(assignment.unknown),
+        "unused_rules": [str(rule) for rule in assignment.unused_rules],
+        "unused_recipe_rules": [str(rule) for rule in assignment.unused_recipe_rules],
+        "unused_axes": list(assignment.unused_axes),
+        "notes": list(assignment.notes),
     }
 
 
 def _assignment_lines(
-    checkpoint: Checkpoint, found: Assignment, described: dict[str, Any]
+    checkpoint: Checkpoint, assignment: Assignment, described: dict[str, Any]
 ) -> list[str]:
     """Return what `_describe_assignment` describes as lines of text."""
     lines = []
@@ -317,16 +317,16 @@ def _assignment_lines(
             f"{printable(rule['pattern'])}  {count}, {size}{by_hand}",
             f"    {printable(example)}  {shape}  {rule['cut'] or 'whole'}",
         ]
-    ranks = [(of["rank"], of["tensors"], of["size_bytes"]) for of in described["ranks"]]
+    ranks = [(row["rank"], row["tensors"], row["size_bytes"]) for row in described["ranks"]]
     lines += ["", _rank_table(ranks, "tensors"), ""]
-    lines += [f"not computable: {printable(text)}" for text in found.uncomputable]
-    lines += output.listing("replicated, no rule matched", found.unknown)
-    lines += output.listing("mesh axes over which nothing is sharded", found.unused_axes)
-    lines += output.listing("rules that decided no tensor", map(str, found.unused_rules))
-    patterns = [rule.pattern for rule in found.unused_recipe_rules]
+    lines += [f"not computable: {printable(text)}" for text in assignment.uncomputable]
+    lines += output.listing("replicated, no rule matched", assignment.unknown)
+    lines += output.listing("mesh axes over which nothing is sharded", assignment.unused_axes)
+    lines += output.listing("rules that decided no tensor", map(str, assignment.unused_rules))
+    patterns = [rule.pattern for rule in assignment.unused_recipe_rules]
     lines += output.listing("rules of the recipe that decided no tensor", patterns)
-    lines += [f"note: {printable(note)}" for note in found.notes]
-    if not found.unknown:
+    lines += [f"note: {printable(note)}" for note in assignment.notes]
+    if not assignment.unknown:
         lines.append("every tensor is matched by a rule")
     return lines
 
@@ -530,12 +530,12 @@ def layout_lines(
 
 def _list_unfilled(layout: EngineLayout) -> list[str]:
     """Return the parameters of which some rank's loader leaves something as it is."""
-    found: dict[str, None] = {}
+    unfilled: dict[str, None] = {}
     for rank in layout.ranks:
         for name, parameter in rank.parameters.items():
             if parameter.unfilled:
-                found.setdefault(name)
-    return list(found)
+                unfilled.setdefault(name)
+    return list(unfilled)
 
 
 def layout_json(layout: EngineLayout) -> dict[str, Any]:

@@ -120,28 +120,30 @@ def verify(
         raise UsageError("--config is for --for hf; --recipe auto reads that of RIGHT or LEFT")
     with shown_progress("comparing", quiet) as progress:
         if target_kind is None:
-            found = compare(first, second, options.replace(progress=progress))
+            comparison = compare(first, second, options.replace(progress=progress))
         else:
             del arguments["right_names"]
             names = arguments.pop("left_names")
-            found = compare_pretrained(
+            comparison = compare_pretrained(
                 first, second, progress=progress, config=config, source_names=names, **arguments
             )
     seconds_s = time.monotonic() - began_s
     if as_json:
-        output.write_json(_as_json(left, right, found, seconds_s))
+        output.write_json(_as_json(left, right, comparison, seconds_s))
     elif not quiet:
-        output.write("\n".join(_as_text(found, seconds_s, shows_all)))
-        if not (found.is_same or are_named) and _is_one_stacked(first, second):
+        output.write("\n".join(_as_text(comparison, seconds_s, shows_all)))
+        if not (comparison.is_same or are_named) and _is_one_stacked(first, second):
             output.write(
                 "one side has stacked experts, the other not: compare them with --recipe auto"
             )
-        elif not (found.is_same or are_named or found.digests) and _have_other_names(found):
+        elif not (comparison.is_same or are_named or comparison.digests) and _have_other_names(
+            comparison
+        ):
             output.write(
                 "no name is in both: --left-names and --right-names compare under a recipe's "
                 "names, --for hf what LEFT is as a model folder"
             )
-    return DONE if found.is_same else DIFFERS
+    return DONE if comparison.is_same else DIFFERS
 
 
 def _is_one_stacked(left: str | Checkpoint, right: str | Checkpoint) -> bool:
@@ -157,44 +159,44 @@ def _is_one_stacked(left: str | Checkpoint, right: str | Checkpoint) -> bool:
     return sum(stacked) == 1
 
 
-def _have_other_names(found: Comparison) -> bool:
+def _have_other_names(comparison: Comparison) -> bool:
     """Return whether every difference is a tensor that only one side has."""
-    tensors = [difference for difference in found.differences if difference.is_tensor]
+    tensors = [difference for difference in comparison.differences if difference.is_tensor]
     return bool(tensors) and all(tensor.kind.startswith("only in ") for tensor in tensors)
 
 
-def _as_text(found: Comparison, seconds_s: float, shows_all: bool) -> list[str]:
-    shown = found.differences if shows_all else found.differences[: output.MAX_LISTED]
+def _as_text(comparison: Comparison, seconds_s: float, shows_all: bool) -> list[str]:
+    shown = comparison.differences if shows_all else comparison.differences[: output.MAX_LISTED]
     lines = [
         f"{printable(difference.name)} {printable(difference.problem)}"
         if difference.elements is None
         else f"{printable(difference.name)}: {difference.problem}"
         for difference in shown
     ]
-    if more := len(found.differences) - len(shown):
+    if more := len(comparison.differences) - len(shown):
         lines.append(f"... and {count_text(more, 'more difference')}; --all lists them")
-    lines += output.noted(found.notes)
-    compared = f"compared {bytes_text(found.compared_bytes)} in {duration_text(seconds_s)}"
-    same = len(found.digests)
-    if found.is_same:
+    lines += output.noted(comparison.notes)
+    compared = f"compared {bytes_text(comparison.compared_bytes)} in {duration_text(seconds_s)}"
+    same = len(comparison.digests)
+    if comparison.is_same:
         return [*lines, f"the same {count_text(same, 'tensor')}, bit for bit; {compared}"]
-    tensors = sum(difference.is_tensor for difference in found.differences)
-    values = len(found.differences) - tensors
+    tensors = sum(difference.is_tensor for difference in comparison.differences)
+    values = len(comparison.differences) - tensors
     differ = f"{tensors} of {count_text(same + tensors, 'tensor')} differ"
     if values:
         others = count_text(values, "value")
         differ = f"{differ}, and {others}" if tensors else f"{others} differ{'s' * (values == 1)}"
-    kinds = Counter(difference.kind for difference in found.differences)
+    kinds = Counter(difference.kind for difference in comparison.differences)
     counted = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
     return [*lines, f"{differ}: {counted}; {compared}"]
 
 
-def _as_json(left: str, right: str, found: Comparison, seconds_s: float) -> dict[str, Any]:
+def _as_json(left: str, right: str, comparison: Comparison, seconds_s: float) -> dict[str, Any]:
     return {
         "left": left,
         "right": right,
-        "same": found.is_same,
-        "compared_bytes": found.compared_bytes,
+        "same": comparison.is_same,
+        "compared_bytes": comparison.compared_bytes,
         "seconds_s": seconds_s,
         "differences": [
             {
@@ -205,8 +207,8 @@ def _as_json(left: str, right: str, found: Comparison, seconds_s: float) -> dict
                 if difference.first_index is None
                 else list(difference.first_index),
             }
-            for difference in found.differences
+            for difference in comparison.differences
         ],
-        "digests": found.digests,
-        "notes": list(found.notes),
+        "digests": comparison.digests,
+        "notes": list(comparison.notes),
     }

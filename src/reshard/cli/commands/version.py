@@ -71,13 +71,13 @@ def version(shows_all: bool, as_json: bool) -> int:
 
 def _find_versions() -> dict[str, str]:
     """Return the versions of the packages that are installed, without importing them."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _find_plugins() -> list[str]:
@@ -85,5 +85,8 @@ def _find_plugins() -> list[str]:
     points = [*metadata.entry_points(group=FORMATS), *metadata.entry_points(group=RECIPES)]
     packages = [(point, point.dist) for point in points]
     return sorted(
-        f"{point.name} of {of.name} {of.version}" if of else point.name for point, of in packages
+        f"{point.name} of {distribution.name} {distribution.version}"
+        if distribution
+        else point.name
+        for point, distribution in packages
     )

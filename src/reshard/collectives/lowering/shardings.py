@@ -85,7 +85,7 @@ def with_own_mesh_names(specs: Sequence[ShardingSpec]) -> list[ShardingSpec]:
     """Return the shardings, with a second mesh of the same name renamed."""
     names: dict[DeviceMesh, DeviceMesh] = {}
     for mesh in dict.fromkeys(spec.mesh for spec in specs):
-        name, taken = mesh.name, {known.name for known in names.values()}
+        name, taken = mesh.name, {other.name for other in names.values()}
         while name in taken:
             name += "_target"
         names[mesh] = mesh.replace(name=name)

@@ -149,11 +149,11 @@ def _find_allowed_pairs(
     space = problem.space
 
     def numbers(states: Sequence[State]) -> tuple[np.ndarray, np.ndarray]:
-        used = [(known.setdefault(state.used, len(known))) for state in states]
+        used = [(used_numbers.setdefault(state.used, len(used_numbers))) for state in states]
         parts = [kinds.setdefault(space.distinct_parts(state), len(kinds)) for state in states]
         return np.array(used), np.array(parts)
 
-    known: dict[frozenset[int], int] = {}
+    used_numbers: dict[frozenset[int], int] = {}
     kinds: dict[tuple[bytes, ...], int] = {}
     (used, parts), (end_used, end_parts) = numbers(starts), numbers(ends)
     allowed: np.ndarray = (used[:, None] == end_used) | (parts[:, None] == end_parts)

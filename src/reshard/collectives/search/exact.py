@@ -464,17 +464,19 @@ def exact_outcome(
     and the work that was done.
     """
     # The path to fall back on is an upper bound.
-    known = constructive_search(problem) if problem.steps == JOINT else _search_whole_axes(problem)
-    upper_bound = math.inf if known is None else path_cost(problem, known)
+    fallback = (
+        constructive_search(problem) if problem.steps == JOINT else _search_whole_axes(problem)
+    )
+    upper_bound = math.inf if fallback is None else path_cost(problem, fallback)
     lower_bound = problem.distance(problem.source)
     if upper_bound == lower_bound:
-        return known, True, 0
+        return fallback, True, 0
     search = _Search(problem, (1 << 62) if budget is None else budget)
     try:
         cheaper = _run_a_star(search, problem.source, lower_bound, upper_bound)
     except _OverBudgetError:
-        return known, False, search.work
-    return known if cheaper is None else cheaper, True, search.work
+        return fallback, False, search.work
+    return fallback if cheaper is None else cheaper, True, search.work
 
 
 def _search_whole_axes(problem: Problem) -> Path | None:

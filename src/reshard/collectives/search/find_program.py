@@ -64,9 +64,9 @@ def find_program(
     >>> find_program(spec(mesh, "x, y"), spec(mesh, "y, x"), (16, 8), steps="classical")
     <Program of [16, 8]: all-to-all, permute>
     """
-    for argument, name, known in (("search", search, SEARCHES), ("steps", steps, STEPS)):
-        if not isinstance(name, str) or name not in known:
-            raise UsageError(f"{argument}={name!r}: expected one of {', '.join(known)}")
+    for argument, name, choices in (("search", search, SEARCHES), ("steps", steps, STEPS)):
+        if not isinstance(name, str) or name not in choices:
+            raise UsageError(f"{argument}={name!r}: expected one of {', '.join(choices)}")
     for side, sharding in (("source", source), ("target", target)):
         hint = "a program is between two specs: reshard.spec(mesh, 'tp, -')"
         check_type(sharding, ShardingSpec, side, hint, SpecError)

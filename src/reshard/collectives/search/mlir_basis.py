@@ -48,11 +48,11 @@ def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
     # Reductions are not in the basis: an all-reduce comes first.
     if problem.source.partial != target.partial:
         path.append(problem.source._replace(partial=target.partial))
-    wanted = _split_units(problem, target.cuts)
+    target_dims = _split_units(problem, target.cuts)
     while True:
         here = path[-1]
         dims = _split_units(problem, here.cuts)
-        after = _replace_dims(here, _take_step(dims, wanted))
+        after = _replace_dims(here, _take_step(dims, target_dims))
         if after.cuts == here.cuts:
             return tuple(path)
         named = name_step(problem.space, here, after)
@@ -94,14 +94,14 @@ def _replace_dims(state: State, dims: Dims) -> State:
     return state._replace(cuts=cuts)
 
 
-def _take_step(dims: Dims, wanted: Dims) -> Dims:
+def _take_step(dims: Dims, target_dims: Dims) -> Dims:
     """Return the dimensions after a basic step, unchanged if nothing is left to do."""
-    home = {unit: d for d, units in enumerate(wanted) for unit in units}
-    unfinished = [d for d, dim in enumerate(dims) if dim != wanted[d][: len(dim)]]
+    home = {unit: d for d, units in enumerate(target_dims) for unit in units}
+    unfinished = [d for d, dim in enumerate(dims) if dim != target_dims[d][: len(dim)]]
 
     def moves(dim: int, unit: Unit) -> bool:
         to = home.get(unit)
-        return to not in (None, dim) and (*dims[to], unit) == wanted[to][: len(dims[to]) + 1]
+        return to not in (None, dim) and (*dims[to], unit) == target_dims[to][: len(dims[to]) + 1]
 
     # 1. Move a minor axis to the dimension where it is next.
     for dim in unfinished:
@@ -119,13 +119,13 @@ def _take_step(dims: Dims, wanted: Dims) -> Dims:
             if unit not in home or moves(dim, unit):
                 rest = tuple(other for other in dims[dim] if other != unit)
                 return _replace_some(dims, {dim: (*rest, unit)})
-        ordered = wanted[dim][: len(dims[dim])]
+        ordered = target_dims[dim][: len(dims[dim])]
         if set(ordered) == set(dims[dim]):
             return _replace_some(dims, {dim: ordered})
     # 4. The axes block one another: gather an axis.
     if unfinished:
         return _replace_some(dims, {unfinished[-1]: dims[unfinished[-1]][:-1]})
-    return wanted
+    return target_dims
 
 
 def _replace_some(dims: Dims, changed: dict[int, tuple[Unit, ...]]) -> Dims:

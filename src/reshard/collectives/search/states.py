@@ -457,8 +457,8 @@ class Problem(Record):
         prime_mesh = self.space.prime_meshes[self.target.prime_mesh]
         # Combining `left` contributions of an element takes `left - 1` arrivals. A copy of the
         # result is in place where it was combined.
-        kept = math.prod(prime_mesh.size(prime) for prime in self.target.partial)
-        return self.target_total + (left - 2) * math.prod(self.space.shape) * kept
+        copies = math.prod(prime_mesh.size(prime) for prime in self.target.partial)
+        return self.target_total + (left - 2) * math.prod(self.space.shape) * copies
 
     def is_reached(self, state: State) -> bool:
         """Return whether every rank holds exactly its target shard."""

@@ -74,16 +74,16 @@ def find_group(space: Space, before: State, after: State) -> frozenset[int] | No
     2. If these do not suffice, the other prime axes of the dimensions are added, minor ones first.
     """
     moved: set[int] = set()
-    kept: list[int] = []
+    unmoved: list[int] = []
     for cut_before, cut_after in zip(before.cuts, after.cuts, strict=True):
         a, b = flatten_cut(cut_before), flatten_cut(cut_after)
         common = 0
         while common < min(len(a), len(b)) and a[common] == b[common]:
             common += 1
         moved |= {*a[common:], *b[common:]}
-        kept = [*a[:common], *kept]
+        unmoved = [*a[:common], *unmoved]
     moved &= before.used
-    for prime in [None, *reversed(kept)]:
+    for prime in [None, *reversed(unmoved)]:
         if prime is not None:
             moved.add(prime)
         if is_covered(space, before, after, frozenset(moved)):
@@ -144,11 +144,11 @@ def name_step(space: Space, before: State, after: State) -> Named | None:
         return None
     if len(changed) == 2:
         for giver, taker in (changed, changed[::-1]):
-            given = _find_tail(after.cuts[giver], before.cuts[giver])
+            sent = _find_tail(after.cuts[giver], before.cuts[giver])
             taken = _find_tail(before.cuts[taker], after.cuts[taker])
-            if not given or not taken or set(given) != set(taken):
+            if not sent or not taken or set(sent) != set(taken):
                 continue
-            if is_covered(space, before, after, frozenset(given)):
+            if is_covered(space, before, after, frozenset(sent)):
                 return AllToAll, taken, (giver, taker)
     group = find_group(space, before, after)
     return None if group is None else (JointAllToAll, tuple(sorted(group)), changed)

@@ -141,12 +141,12 @@ def write_document(layout: EngineLayout) -> str:
     of_sources = sorted(layout.sources, key=number_of.__getitem__)
     source_kinds = [kinds.setdefault(layout.sources[name], len(kinds)) for name in of_sources]
     patterns: dict[ParameterPattern, int] = {}
-    known: dict[tuple[str, ...], IntArray] = {}
+    cached: dict[tuple[str, ...], IntArray] = {}
 
     def number_names(some: tuple[str, ...]) -> IntArray:
-        if some not in known:
-            known[some] = np.array([number_of[name] for name in some], dtype=np.int64)
-        return known[some]
+        if some not in cached:
+            cached[some] = np.array([number_of[name] for name in some], dtype=np.int64)
+        return cached[some]
 
     ranks = []
     for rank in layout.ranks:

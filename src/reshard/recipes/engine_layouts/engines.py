@@ -58,19 +58,19 @@ class Engine(Record):
         """
         function = self._load()
         # Sizes are the parameters that are 1 by default; other parameters are options.
-        known = [
+        axes = [
             name
             for name, parameter in inspect.signature(function).parameters.items()
             # True equals 1 in Python, so the type is compared as well.
             if parameter.default == 1 and type(parameter.default) is int
         ]
         for axis in sizes:
-            if axis not in known:
+            if axis not in axes:
                 raise UsageError(
-                    f"the axis {axis!r} of a layout of {self.name}; it has {', '.join(known)}"
+                    f"the axis {axis!r} of a layout of {self.name}; it has {', '.join(axes)}"
                 )
-        given: dict[str, Any] = {"dtype": dtype, "sources": sources}
-        options = {option: value for option, value in given.items() if value is not None}
+        arguments: dict[str, Any] = {"dtype": dtype, "sources": sources}
+        options = {option: value for option, value in arguments.items() if value is not None}
         for option, value in options.items():
             if option not in inspect.signature(function).parameters:
                 text = "other tensors than those of the folder"

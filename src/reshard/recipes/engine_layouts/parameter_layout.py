@@ -144,16 +144,16 @@ class ParameterPattern(Interned):
         self.shape = check_ints(shape, "shape", LayoutError)
         self.dtype = dtype
         dims = len(self.shape)
-        given = [np.asarray(column, dtype=np.int64) for column in columns]
+        arrays = [np.asarray(column, dtype=np.int64) for column in columns]
         # NumPy cannot infer the number of rows without elements.
-        tables = [given[i].reshape(-1, dims) if dims else given[i] for i in (0, 1, 4)]
-        rows = len(given[2])
-        if any(len(column) != rows for column in (*tables, *given)):
-            raise LayoutError(f"columns of pieces of lengths {[len(column) for column in given]}")
+        tables = [arrays[i].reshape(-1, dims) if dims else arrays[i] for i in (0, 1, 4)]
+        rows = len(arrays[2])
+        if any(len(column) != rows for column in (*tables, *arrays)):
+            raise LayoutError(f"columns of pieces of lengths {[len(column) for column in arrays]}")
         # The last key is the first to sort by: boxes in row-major order of their first elements.
         order = np.lexsort(tables[0].T[::-1]) if dims and rows else np.arange(rows)
         self.columns = PieceColumns(
-            tables[0], tables[1], given[2], given[3], tables[2], given[5]
+            tables[0], tables[1], arrays[2], arrays[3], tables[2], arrays[5]
         ).take(order)
         self.steps = tuple(tuple(names) for names in steps)
         self.computed = tuple(sorted(computed, key=lambda region: region.box))
@@ -339,8 +339,12 @@ class ParameterLayout:
                     raise LayoutError(
                         f"{name!r} has a region of {len(region.sources)} sources; expected 1"
                     )
-            of = tuple(numbers.setdefault(source, len(numbers)) for source in region.sources)
-            by_number.append(Computed(region.box, tuple(region.operations), of, region.view))
+            source_numbers = tuple(
+                numbers.setdefault(source, len(numbers)) for source in region.sources
+            )
+            by_number.append(
+                Computed(region.box, tuple(region.operations), source_numbers, region.view)
+            )
         try:
             pattern = ParameterPattern(
                 shape, as_dtype(dtype), columns, tuple(steps), by_number, [*constants], [*unfilled]
@@ -423,8 +427,8 @@ class ParameterLayout:
             steps = "".join(f", {step}" for step in piece.steps)
             lines.append((piece.box, f"{piece.source} {place}{steps}"))
         for region in self.computed:
-            of = ", ".join(region.sources)
-            lines.append((region.box, f"computed by {', '.join(region.operations)} of {of}"))
+            sources = ", ".join(region.sources)
+            lines.append((region.box, f"computed by {', '.join(region.operations)} of {sources}"))
         lines += [(constant.box, f"filled with {constant.value:g}") for constant in self.constants]
         lines += [(box, "not filled") for box in self.unfilled]
         title = f"{self.name} {self.dtype.name} {list(self.shape)}"

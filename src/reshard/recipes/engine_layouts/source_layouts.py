@@ -79,13 +79,13 @@ def find_products(
         return tuple(
             tuple(((a, b),) for a, b in zip(start, stop, strict=True)) for start, stop in ends
         )
-    found = list(itertools.islice(_list_products(shape, joined, offset), MAX_PRODUCTS + 1))
-    if len(found) > MAX_PRODUCTS:
+    products = list(itertools.islice(_list_products(shape, joined, offset), MAX_PRODUCTS + 1))
+    if len(products) > MAX_PRODUCTS:
         raise LayoutError(
             f"the region of sizes {list(sizes)} at {offset} with strides {list(strides)} of a "
             f"tensor of shape {list(shape)} is too fragmented: it has too many boxes"
         )
-    return tuple(found)
+    return tuple(products)
 
 
 def _join(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -188,7 +188,7 @@ def find_steps(
         by, rest = divmod(stride, steps[at]) if at is not None else (0, 1)
         if at is None or rest or first[at] + by * (size - 1) >= shape[at]:
             return None
-        if any(known is not None and known[0] == at for known in along):
+        if any(earlier is not None and earlier[0] == at for earlier in along):
             return None
         along.append((at, by))
     return first, along
@@ -200,10 +200,10 @@ def unite(products: Iterable[Product]) -> tuple[Product, ...]:
     >>> unite([(((0, 2),), ((0, 4),)), (((2, 3),), ((0, 4),))])
     ((((0, 3),), ((0, 4),)),)
     """
-    found = list(dict.fromkeys(products))
-    if len(found) > 1:
-        found = _join_alike(found)
-    return tuple(sorted(found)) if len(found) <= 1 else tuple(sorted(_cut_apart(found)))
+    distinct = list(dict.fromkeys(products))
+    if len(distinct) > 1:
+        distinct = _join_alike(distinct)
+    return tuple(sorted(distinct)) if len(distinct) <= 1 else tuple(sorted(_cut_apart(distinct)))
 
 
 def _join_alike(products: list[Product]) -> list[Product]:
@@ -286,15 +286,15 @@ def list_source_layouts(
     numbers = {name: number for number, name in enumerate(shapes)}
     regions: dict[_Region, int] = {}
     of_patterns: dict[object, tuple[IntArray, IntArray]] = {}
-    known: dict[tuple[str, ...], tuple[IntArray, tuple[tuple[int, ...], ...]]] = {}
+    cached: dict[tuple[str, ...], tuple[IntArray, tuple[tuple[int, ...], ...]]] = {}
     columns: list[tuple[IntArray, IntArray, IntArray]] = []
     # 1. A row for each region that a rank takes.
     for rank, parameters in held:
         for pattern, sources in parameters:
-            if sources not in known:
+            if sources not in cached:
                 own = np.array([numbers[name] for name in sources], dtype=np.int64)
-                known[sources] = (own, tuple(shapes[name] for name in sources))
-            own, own_shapes = known[sources]
+                cached[sources] = (own, tuple(shapes[name] for name in sources))
+            own, own_shapes = cached[sources]
             # Layers and ranks share patterns, whose regions are listed and numbered once.
             if (pattern, own_shapes) not in of_patterns:
                 listed = list(_list_regions(pattern, own_shapes))
@@ -313,19 +313,19 @@ def list_source_layouts(
     # 2. Sources whose rows are equal share a layout.
     ends = np.searchsorted(table[:, 0], np.arange(len(shapes) + 1))
     by_number = list(regions)
-    found: dict[tuple[tuple[int, ...], bytes], Layout] = {}
+    shared: dict[tuple[tuple[int, ...], bytes], Layout] = {}
     layouts = {}
     for number, (name, shape) in enumerate(shapes.items()):
         rows = table[ends[number] : ends[number + 1], 1:]
         key = (shape, rows.tobytes())
-        if key not in found:
+        if key not in shared:
             of_ranks: dict[int, list[Product]] = {}
             for rank, region in rows.tolist():
                 of_ranks.setdefault(rank, []).extend(find_products(*by_number[region]))
             # 3. A rank that takes an element twice holds it once.
             united = {rank: unite(products) for rank, products in of_ranks.items()}
-            found[key] = _lay_out(shape, united, slots)
-        layouts[name] = found[key]
+            shared[key] = _lay_out(shape, united, slots)
+        layouts[name] = shared[key]
     return layouts
 
 
@@ -335,8 +335,8 @@ def _lay_out(shape: tuple[int, ...], held: Mapping[int, Iterable[Product]], slot
     cell_slot, cell_part = [], []
     # Parts are numbered by their contents, so that equal layouts are identical.
     for stretches_of, d in zip(numbers, range(len(shape)), strict=True):
-        every = {product[d] for products in held.values() for product in products}
-        stretches_of.update({stretches: i for i, stretches in enumerate(sorted(every))})
+        distinct = {product[d] for products in held.values() for product in products}
+        stretches_of.update({stretches: i for i, stretches in enumerate(sorted(distinct))})
     for rank, products in held.items():
         for product in products:
             cell_slot.append(rank)

@@ -195,12 +195,12 @@ def _find_box(name: str, data: torch.Tensor, part: torch.Tensor, shape: tuple[in
 
 def _list_local(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return the rank's local part of each parameter."""
-    found = {}
+    local_tensors = {}
     for name in names:
         entry = entries[name]
         tensor = entry if isinstance(entry, torch.Tensor) else entry.data
-        found[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return found
+        local_tensors[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_tensors
 
 
 def _find_unread(rank: RankLayout, sources: Sources) -> tuple[str, ...]:

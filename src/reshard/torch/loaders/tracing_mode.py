@@ -73,8 +73,8 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
         return memory
 
     def _find(self, tensor: torch.Tensor) -> region_map.StorageMap | None:
-        found = self.memories.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[1]
+        entry = self.memories.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
 
     def register_target(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         """Register a tensor that is not written yet, with its dtype without element numbers."""
@@ -101,8 +101,8 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
         if memory.dtype == dtype:
             return memory.read(_view(tensor))
         if as_dtype(memory.dtype).itemsize_bytes == tensor.dtype.itemsize:
-            found = memory.read(_view(tensor))
-            return found.map_origins(lambda origin: self._as_bits(origin, memory.dtype, dtype))
+            contents = memory.read(_view(tensor))
+            return contents.map_origins(lambda origin: self._as_bits(origin, memory.dtype, dtype))
         whole = memory.read(Region.dense((memory.size,), None))
         return region_map.RegionMap.of(
             tensor.shape, region_map.combine_origins(f"bits as {dtype}", whole.origins)
@@ -131,11 +131,11 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
             )
 
     def cast(
-        self, given: region_map.RegionMap, dtype: torch.dtype, to: torch.dtype
+        self, contents: region_map.RegionMap, dtype: torch.dtype, to: torch.dtype
     ) -> region_map.RegionMap:
         """Return elements cast to another dtype."""
         if dtype == to:
-            return given
+            return contents
         name = str(to).removeprefix("torch.")
 
         def change(origin: region_map.Origin) -> region_map.Origin:
@@ -144,7 +144,7 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
                 return origin._replace(steps=steps)
             return origin
 
-        return given.map_origins(change)
+        return contents.map_origins(change)
 
     def _as_bits(self, origin: region_map.Origin, dtype: str, to: str) -> region_map.Origin:
         if isinstance(origin, region_map.CopyOf):
@@ -632,8 +632,8 @@ def _number_elements(
     mode: TracingMode, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]
 ) -> Any:
     """Return the row-major numbers of a tensor's elements, or None if indices are unknown."""
-    known = all(index is None or is_known(mode, index) for index in indices)
-    if not known or tensor.numel() > MAX_ELEMENTS:
+    are_known = all(index is None or is_known(mode, index) for index in indices)
+    if not are_known or tensor.numel() > MAX_ELEMENTS:
         return None
     return torch.arange(tensor.numel()).reshape(tensor.shape)
 

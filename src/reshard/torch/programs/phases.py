@@ -122,8 +122,8 @@ class RankPhases:
 
 def between_bytes(program: Program, itemsize_bytes: int) -> int:
     """Return the bytes between source and target of a program if no shard is freed early."""
-    found = phases_of(program, program.source.mesh.devices[0])
-    return sum(align(elements * itemsize_bytes) for elements in found.own_elements)
+    phases = phases_of(program, program.source.mesh.devices[0])
+    return sum(align(elements * itemsize_bytes) for elements in phases.own_elements)
 
 
 @lru_cache(maxsize=1024)
@@ -210,25 +210,25 @@ def _cut_shard(step: Step, group: tuple[int, ...]) -> list[tuple[int, Box]]:
     dim = next((d for d, n in enumerate(whole.shape) if n >= 8 * len(group)), None)
     if dim is None:
         dim = int(np.argmax(whole.shape))
-    found = []
+    parts = []
     for place, rank in enumerate(group):
         low, high = (whole.shape[dim] * (place + i) // len(group) for i in (0, 1))
         if low < high:
             start, stop = list(whole.start), list(whole.stop)
             start[dim], stop[dim] = whole.start[dim] + low, whole.start[dim] + high
-            found.append((rank, Box(tuple(start), tuple(stop))))
-    return found
+            parts.append((rank, Box(tuple(start), tuple(stop))))
+    return parts
 
 
 # Cached, since programs run repeatedly, each time on other tensors.
 @lru_cache(maxsize=4096)
 def directions_of(phase: Phase, rank: int, only_moving: bool) -> tuple[Transfers, Transfers]:
     """Return a phase's transfers into a rank, and out of it; no local ones if `only_moving`."""
-    found = phase.transfers(rank)
+    transfers = phase.transfers(rank)
     if only_moving:
-        found = found.moving
-    into = found.target_slot == rank
-    return found.take(into), found.take(~into)
+        transfers = transfers.moving
+    into = transfers.target_slot == rank
+    return transfers.take(into), transfers.take(~into)
 
 
 def _permute_shards(step: Permute, rank: int) -> Transfers:
@@ -342,5 +342,7 @@ class ShardBuffers:
 
     def _free_before(self, number: int) -> None:
         """Free the memory that no later buffer is in."""
-        later = {self._phases.root(one) for one in range(number, len(self._phases.inside))}
-        self._allocated = {root: one for root, one in self._allocated.items() if root in later}
+        later = {self._phases.root(buffer) for buffer in range(number, len(self._phases.inside))}
+        self._allocated = {
+            root: memory for root, memory in self._allocated.items() if root in later
+        }

@@ -227,7 +227,9 @@ class ProgramRun:
         self._limit_bytes = extra_bytes
         self._phases = phases_of(program, self._rank)
         self._buffers = ShardBuffers(self._phases, self._rank, source, target, dtype, device)
-        moving = [directions_of(one, self._rank, only_moving=True) for one in self._phases.phases]
+        moving = [
+            directions_of(phase, self._rank, only_moving=True) for phase in self._phases.phases
+        ]
         self.received_bytes = sum(_count_bytes(rows, dtype) for rows, _ in moving)
         self.sent_bytes = sum(_count_bytes(rows, dtype) for _, rows in moving)
         self.extra_bytes = 0
@@ -313,24 +315,24 @@ def process_group(
     if whole is not None and whole is not everyone:
         return None
     _forget_ended()
-    found = None
+    own_group = None
     for ranks in groups:
         # In the same order on all ranks: new_group is a collective of the whole job.
         members = tuple(sorted(ranks))
         if len(members) == dist.get_world_size():
-            made: dist.ProcessGroup | None = everyone
+            group: dist.ProcessGroup | None = everyone
         elif len(members) < 2:
             continue
         elif (everyone, members) in _MADE:
-            made = _MADE[everyone, members]
+            group = _MADE[everyone, members]
         else:
             # By default it has torch's timeout, not that of the job.
-            made = dist.new_group(list(members), timeout=timeout_of(everyone))
+            group = dist.new_group(list(members), timeout=timeout_of(everyone))
             # For others torch returns a marker that is not a group.
-            made = made if rank in members else None
-            _MADE[everyone, members] = made
-        found = made if rank in members else found
-    return found
+            group = group if rank in members else None
+            _MADE[everyone, members] = group
+        own_group = group if rank in members else own_group
+    return own_group
 
 
 def _forget_ended() -> None:
@@ -389,35 +391,35 @@ class PreparedMovement:
         # A sequence has taken the turn for all of its threads.
         with group.turn() if agreed is None else nullcontext():
             if agreed is not None:
-                made = self._make_result(tensor, group.rank)
+                result = self._make_result(tensor, group.rank)
             else:
-                made = self._agree_on_result(tensor, group)
-            device = next((x.device for x in (tensor, made) if x is not None), CPU)
+                result = self._agree_on_result(tensor, group)
+            device = next((x.device for x in (tensor, result) if x is not None), CPU)
             dtype = getattr(torch, self.dtype.name)
-            run = ProgramRun(self.program, tensor, made, dtype, group, device, self.extra_bytes)
+            run = ProgramRun(self.program, tensor, result, dtype, group, device, self.extra_bytes)
             # Ranks that wait for a failed rank raise; a sequence confirms its end.
             Transfer([TransferBatch([run])], group, confirms=False).run()
-            return made
+            return result
 
     def _agree_on_result(
         self, tensor: torch.Tensor | None, group: RankGroup
     ) -> torch.Tensor | None:
         try:
-            made = self._make_result(tensor, group.rank)
+            result = self._make_result(tensor, group.rank)
         except Exception as error:
             # Errors such as lack of memory are reported too, since the others wait for this rank.
             agree(replace(self._intent, problem=f"{type(error).__name__}: {error}"), group)
             raise
         agree(self._intent, group)
-        return made
+        return result
 
     def _make_result(self, tensor: torch.Tensor | None, rank: int) -> torch.Tensor | None:
         before, after = (
             layout.local_shape(rank) if rank < layout.slots else None
             for layout in (self._source, self._target)
         )
-        given = None if tensor is None else tuple(tensor.shape)
-        if given != before or (tensor is not None and as_dtype(tensor.dtype) != self.dtype):
+        shape = None if tensor is None else tuple(tensor.shape)
+        if shape != before or (tensor is not None and as_dtype(tensor.dtype) != self.dtype):
             said = "none" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
             raise ShardError(
                 f"a shard, {said}, where {self.dtype.name} of shape {before} moves to shape "
@@ -431,9 +433,9 @@ class PreparedMovement:
         if after is None:
             return None
         device = device_of(self._group) if tensor is None else tensor.device
-        made = empty_result(after, getattr(torch, self.dtype.name), device)
+        result = empty_result(after, getattr(torch, self.dtype.name), device)
         # Zero the result, since padding is not sent.
-        return made.zero_() if self._target.is_padded else made
+        return result.zero_() if self._target.is_padded else result
 
 
 @lru_cache(maxsize=1024)

@@ -93,8 +93,8 @@ class VllmParallelism:
     def mesh(self) -> DeviceMesh:
         """The ranks, with an axis for each size above 1, or `tp` if all are 1."""
         sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
-        kept = [(axis, size) for axis, size in sizes.items() if size > 1] or [("tp", 1)]
-        return DeviceMesh.parse(",".join(f"{axis}={size}" for axis, size in kept))
+        axes = [(axis, size) for axis, size in sizes.items() if size > 1] or [("tp", 1)]
+        return DeviceMesh.parse(",".join(f"{axis}={size}" for axis, size in axes))
 
     @property
     def text(self) -> str:
@@ -271,12 +271,12 @@ def _trace(python: str, request: dict[str, Any]) -> EngineLayout:
         text = answer.read_text()
     if text.startswith('{"failure"'):
         kind, message = json.loads(text)["failure"]
-        known = getattr(reshard.errors, kind, None)
-        if isinstance(known, type) and issubclass(known, ReshardError):
-            raise known(message)
+        error_class = getattr(reshard.errors, kind, None)
+        if isinstance(error_class, type) and issubclass(error_class, ReshardError):
+            raise error_class(message)
         raise RunError(f"vLLM cannot build this model: {message}")
-    found: EngineLayout = from_json(text)
-    return found
+    layout: EngineLayout = from_json(text)
+    return layout
 
 
 # Incremented when the tracer returns other layouts for the same loader.

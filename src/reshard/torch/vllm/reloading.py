@@ -422,9 +422,11 @@ def _find_places(
     for layer in model.modules():
         for name in get_layer_tensors(layer):
             names = names_of(layer, name)
-            places += [_ParameterPlace(layer, name, known) for known in names if known in staged][
-                :1
-            ]
+            places += [
+                _ParameterPlace(layer, name, staged_name)
+                for staged_name in names
+                if staged_name in staged
+            ][:1]
     return places
 
 
