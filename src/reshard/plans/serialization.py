@@ -169,8 +169,8 @@ class _BindingReader:
             views = self._by_slot(of_views, self._views(of_views), "views")
         return Binding(self._layout, addresses, views)
 
-    def _column(self, of: dict[str, Any], name: str) -> list[int]:
-        numbers: list[int] = unpack_column(of.get(name, []), f"{self._where}.{name}").tolist()
+    def _column(self, document: dict[str, Any], name: str) -> list[int]:
+        numbers: list[int] = unpack_column(document.get(name, []), f"{self._where}.{name}").tolist()
         return numbers
 
     def _addresses(self) -> list[Address]:
@@ -225,10 +225,10 @@ class _BindingReader:
         ]
 
     def _by_slot(
-        self, of: dict[str, Any], values: list[Value], what: str
+        self, document: dict[str, Any], values: list[Value], what: str
     ) -> dict[int, Value | tuple[Value, ...]]:
-        slots = self._column(of, "slots")
-        counts = self._column(of, "cells") if "cells" in of else [0] * len(slots)
+        slots = self._column(document, "slots")
+        counts = self._column(document, "cells") if "cells" in document else [0] * len(slots)
         # A count of 0 is a single value for the whole slot, not an empty tuple.
         rising = all(a < b for a, b in itertools.pairwise(slots))
         if not rising or len(counts) != len(slots) or min(counts, default=0) < 0:

@@ -170,7 +170,7 @@ class _PairTimes:
         )
         rank = self._group.rank
         own, out = (self._allocate(layout, rank) for layout in (before, after))
-        found = []
+        slowest_s = []
         for _ in range(times + 1):
             # A barrier: ranks begin together, so that waiting for a late rank is not measured.
             self._group.all_gather(torch.zeros(1))
@@ -188,8 +188,8 @@ class _PairTimes:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             mine = torch.tensor([time.perf_counter() - begun_s], dtype=torch.float64)
-            found.append(max(float(seconds) for seconds in self._group.all_gather(mine)))
-        return found[1:]
+            slowest_s.append(max(float(seconds) for seconds in self._group.all_gather(mine)))
+        return slowest_s[1:]
 
     def _allocate(self, layout: Layout, rank: int) -> Any:
         shape = layout.local_shapes.get(rank)

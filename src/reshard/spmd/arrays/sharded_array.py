@@ -93,18 +93,18 @@ def _raise_rank(x: Any, least: int) -> Any:
 
 @of_arrays
 def _hstack(tup: Sequence[Any]) -> Any:
-    arrays = [_raise_rank(one, 1) for one in elementwise.operands(*tup)]
+    arrays = [_raise_rank(operand, 1) for operand in elementwise.operands(*tup)]
     return movement.concat(arrays, axis=0 if arrays[0].ndim == 1 else 1)
 
 
 @of_arrays
 def _vstack(tup: Sequence[Any]) -> Any:
-    return movement.concat([_raise_rank(one, 2) for one in elementwise.operands(*tup)])
+    return movement.concat([_raise_rank(operand, 2) for operand in elementwise.operands(*tup)])
 
 
 def _dot(a: Any, b: Any) -> Any:
     a, b = elementwise.operands(a, b)
-    ranks = [getattr(one, "ndim", 0) for one in (a, b)]
+    ranks = [getattr(operand, "ndim", 0) for operand in (a, b)]
     if max(ranks) > 2:
         raise UsageError(
             f"numpy.dot of arrays of {ranks[0]} and {ranks[1]} dimensions; use sp.matmul or "
@@ -145,13 +145,13 @@ _MADE_OF_OTHERS: dict[str, Callable[..., Any]] = {
 def instead_of(name: str) -> str:
     """Return the replacement of an attribute of NumPy arrays that sharded arrays lack."""
     sp = namespace.module()
-    known = _OTHER_NAMES.get(name, name)
-    if known in _OF_MATRICES:
-        return f"use sp.linalg.{known}(x{', ...' if known in ('cross', 'outer') else ''})"
-    if known in sp.__all__ and isfunction(getattr(sp, known)):
-        asked = signature(getattr(sp, known)).parameters.values()
-        needed = [one for one in asked if one.default is one.empty]
-        return f"use sp.{known}(x{', ...' if len(needed) > 1 else ''})"
+    equivalent = _OTHER_NAMES.get(name, name)
+    if equivalent in _OF_MATRICES:
+        return f"use sp.linalg.{equivalent}(x{', ...' if equivalent in ('cross', 'outer') else ''})"
+    if equivalent in sp.__all__ and isfunction(getattr(sp, equivalent)):
+        asked = signature(getattr(sp, equivalent)).parameters.values()
+        needed = [parameter for parameter in asked if parameter.default is parameter.empty]
+        return f"use sp.{equivalent}(x{', ...' if len(needed) > 1 else ''})"
     if name in _MADE_OF_OTHERS:
         return f"use numpy.{name}(x)"
     return "use a function of reshard.spmd, or x.to_dense()"
@@ -169,12 +169,12 @@ def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[
         if function is not None:
             return function(*inputs)
     # 2. A reduction, whose axis is 0 by default as in NumPy; dtype=None is the same as none given.
-    known = set(options) <= {"axis", "keepdims", "dtype"}
-    if method == "reduce" and name in _REDUCED and known:
-        given = {"axis": 0, **options}
-        if given.get("dtype") is None:
-            given.pop("dtype", None)
-        return getattr(reductions, _REDUCED[name])(*inputs, **given)
+    is_supported = set(options) <= {"axis", "keepdims", "dtype"}
+    if method == "reduce" and name in _REDUCED and is_supported:
+        arguments = {"axis": 0, **options}
+        if arguments.get("dtype") is None:
+            arguments.pop("dtype", None)
+        return getattr(reductions, _REDUCED[name])(*inputs, **arguments)
     raise UsageError(
         f"numpy.{ufunc.__name__}.{method} with {sorted(options)} on an array in shards; use a "
         "function of reshard.spmd, or x.to_dense()"
@@ -186,7 +186,7 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
     sp = namespace.module()
     # 1. Questions about values and about shapes need no function.
     if function.__name__ in _QUESTIONS:
-        whole = [np.asarray(one) if isinstance(one, ArrayValue) else one for one in inputs]
+        whole = [np.asarray(value) if isinstance(value, ArrayValue) else value for value in inputs]
         return function(*whole, **options)
     # A broadcast view of a single number with that shape: nothing is gathered.
     if function.__name__ in _ABOUT_SHAPES and inputs and isinstance(inputs[0], ArrayValue):
@@ -199,38 +199,38 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
         place = getattr(sp, module.split(".")[1])
     elif name in _OF_MATRICES:
         place = sp.linalg
-    found = getattr(place, name, None) if name in place.__all__ else None
+    replacement = getattr(place, name, None) if name in place.__all__ else None
     said = f"{place.__name__}.{name}"
     if function is getattr(np, name, None) and name in _MADE_OF_OTHERS:
-        found, said = _MADE_OF_OTHERS[name], f"numpy.{name}"
-    if found is None:
+        replacement, said = _MADE_OF_OTHERS[name], f"numpy.{name}"
+    if replacement is None:
         raise UsageError(
             f"numpy.{function.__name__} on an array in shards; use a function of reshard.spmd, or "
             "x.to_dense()"
         )
     # 3. numpy.transpose without axes reverses all; the array API asks for the axes.
     if name == "permute_dims" and len(inputs) == 1 and not options:
-        return found(inputs[0], tuple(reversed(range(inputs[0].ndim))))
+        return replacement(inputs[0], tuple(reversed(range(inputs[0].ndim))))
     try:
-        return found(*inputs, **options)
+        return replacement(*inputs, **options)
     except TypeError as error:
         # The same arguments; arguments that the array API takes by name only are passed by name.
         parameters = _find_signature(function)
         if parameters is None:
             raise UsageError(
                 f"numpy.{function.__name__} on an array in shards: {error}; use "
-                f"{said}{signature(found)}"
+                f"{said}{signature(replacement)}"
             ) from error
         # Without defaults, so that only arguments that the caller gave are passed on.
         bound = parameters.bind(*inputs, **options).arguments
         named = {key: value for key, value in bound.items() if key in _BY_NAME}
         placed = [value for key, value in bound.items() if key not in _BY_NAME]
         try:
-            return found(*placed, **named)
+            return replacement(*placed, **named)
         except TypeError as error:
             raise UsageError(
                 f"numpy.{function.__name__} with {sorted(bound)} on an array in shards: {error}; "
-                f"use {said}{signature(found)}"
+                f"use {said}{signature(replacement)}"
             ) from error
 
 
@@ -372,13 +372,13 @@ class ShardedArray(ArrayValue):
             return self
         kind = self.type.with_spec(spec)
         shards = take_moved(self, spec, self.runner.movement(self.type, spec))
-        made: ShardedArray = type(self).of_shards(kind, shards, self.runner)
+        result: ShardedArray = type(self).of_shards(kind, shards, self.runner)
         # The moved shards may be views of the program's memory, too.
         if self.is_given:
-            made.mark_given()
+            result.mark_given()
         for recorder in recorders.active:
-            recorder.record_reshard(self, made)
-        return made
+            recorder.record_reshard(self, result)
+        return result
 
     def with_sharding(
         self, target: DeviceMesh | ShardingSpec, dims: Dims | None = None
@@ -407,7 +407,7 @@ class ShardedArray(ArrayValue):
     def __copy__(self) -> ShardedArray:
         return self
 
-    def __deepcopy__(self, known: Any) -> ShardedArray:
+    def __deepcopy__(self, memo: Any) -> ShardedArray:
         # Arrays are immutable, so a copy can be the array itself.
         return self
 
@@ -556,8 +556,8 @@ class ShardedArray(ArrayValue):
         return format(self._read_number(), layout) if layout else str(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        found = self.runner.library.numpy(self.to_dense())
-        return found if dtype is None else found.astype(dtype)
+        dense = self.runner.library.numpy(self.to_dense())
+        return dense if dtype is None else dense.astype(dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         return by_ufunc(ufunc, method, inputs, options)
@@ -631,15 +631,15 @@ def array(
     if isinstance(data, ShardedArray):
         # Arrays are immutable, so an array of the same runner is not copied.
         if runner is None or runner is data.runner:
-            kept = data if spec is None else data.shard(spec)
-            if dtype is None or as_dtype(dtype) is kept.dtype:
-                return kept
-            cast: ShardedArray = data_types.astype(kept, dtype)
+            resharded = data if spec is None else data.shard(spec)
+            if dtype is None or as_dtype(dtype) is resharded.dtype:
+                return resharded
+            cast: ShardedArray = data_types.astype(resharded, dtype)
             return cast
         data = data.to_dense()
     if is_distributed(data):
-        found = _from_distributed(data, runner)
-        return array(found, spec, dtype=dtype)
+        converted = _from_distributed(data, runner)
+        return array(converted, spec, dtype=dtype)
     refuse_traced("sp.array", data)
     if not isinstance(runner, Runner | None):
         raise UsageError(
@@ -647,10 +647,10 @@ def array(
             "sp.over_processes()"
         )
     keeper = runner_for(data) if runner is None else runner
-    wanted = None if dtype is None else as_dtype(dtype)
+    element_type = None if dtype is None else as_dtype(dtype)
     try:
         # A ReshardError is also caught by its base class; it is raised unchanged.
-        whole = keeper.library.array(data, wanted)
+        whole = keeper.library.array(data, element_type)
     except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ReshardError):
             raise
@@ -662,8 +662,8 @@ def array(
     check_data(keeper, whole, kind)
     is_own = keeper.library.has_copied(data, whole)
     make = ShardedArray.of_shards if is_own else ShardedArray.given
-    made: ShardedArray = make(kind, (whole,), keeper)
-    return made if spec is None else made.shard(spec)
+    result: ShardedArray = make(kind, (whole,), keeper)
+    return result if spec is None else result.shard(spec)
 
 
 def _from_distributed(data: Any, runner: Runner | None) -> ShardedArray:
@@ -716,7 +716,7 @@ def from_shards(
     some = next(iter(shards.values()), None)
     keeper = runner_for(some) if runner is None else runner
     ranks = keeper.ranks(plain.mesh)
-    if set(shards) != set(ranks) or any(library_of(one) is None for one in shards.values()):
+    if set(shards) != set(ranks) or any(library_of(shard) is None for shard in shards.values()):
         raise ShardError(
             f"shards of ranks {sorted(shards)}; an array of each of {sorted(ranks)} was expected"
         )
@@ -725,17 +725,17 @@ def from_shards(
         raise ShardError(
             f"no shards, on a process that {plain.mesh!r} has no place for; give dtype= there"
         )
-    known = as_dtype(dtype) if dtype is not None else keeper.library.dtype_of(arrays[0])
-    kind = ArrayType(shape, known, plain)
+    element_type = as_dtype(dtype) if dtype is not None else keeper.library.dtype_of(arrays[0])
+    kind = ArrayType(shape, element_type, plain)
     # Shards of other shapes or types would fail only in some later operation, on one rank.
-    for rank, one in zip(ranks, arrays, strict=True):
+    for rank, shard in zip(ranks, arrays, strict=True):
         expected = kind.layout.local_shape(rank)
-        if tuple(one.shape) != expected or keeper.library.dtype_of(one) is not kind.dtype:
+        if tuple(shard.shape) != expected or keeper.library.dtype_of(shard) is not kind.dtype:
             raise ShardError(
-                f"the shard of rank {rank} has shape {list(one.shape)} of {one.dtype}, but "
+                f"the shard of rank {rank} has shape {list(shard.shape)} of {shard.dtype}, but "
                 f"`{plain}` of {list(kind.shape)} has {list(expected or ())} of "
                 f"{kind.dtype.name} there"
             )
     check_copies(keeper, dict(zip(ranks, arrays, strict=True)), kind)
-    made: ShardedArray = ShardedArray.given(kind, keeper.wrap_input(kind, arrays), keeper)
-    return made
+    result: ShardedArray = ShardedArray.given(kind, keeper.wrap_input(kind, arrays), keeper)
+    return result

@@ -95,9 +95,9 @@ def connect(
         raise UsageError(
             f"name={name!r}; give a name for the engine, other than {handshake.TRAINER!r}"
         )
-    for what, given in (("timeout_s", timeout_s), ("silence_s", silence_s)):
-        if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
-            raise UsageError(f"{what}={given!r}; give a number of seconds above 0")
+    for what, value in (("timeout_s", timeout_s), ("silence_s", silence_s)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise UsageError(f"{what}={value!r}; give a number of seconds above 0")
     address = LinkAddress.of(url)
     if not insecure:
         address.check_privacy()
@@ -206,18 +206,18 @@ class WeightLink:
             raise UsageError(f"options {unknown}; a link takes {', '.join(messages.OPTIONS)}")
         if self.side == "engine" and options:
             raise UsageError(f"options {sorted(options)} on an engine; the trainer says them")
-        given = {"transforms": transforms, "topology": topology}
+        own_options = {"transforms": transforms, "topology": topology}
         with self._turn:
             if self.side == "engine":
-                return self._prepare_engine(model, names, given)
-            return self._prepare_trainer(model, names, relays, options, given)
+                return self._prepare_engine(model, names, own_options)
+            return self._prepare_trainer(model, names, relays, options, own_options)
 
     def _prepare_engine(
-        self, model: Model, names: Naming | None, given: Mapping[str, Any]
+        self, model: Model, names: Naming | None, own_options: Mapping[str, Any]
     ) -> EngineSync:
         (group,) = (group for _, group in self._members.groups.values())
         read = messages.read_options(gather(b"", group)[group.ranks[0]])
-        refit = Refit.prepare(None, model, target_names=names, group=group, **read, **given)
+        refit = Refit.prepare(None, model, target_names=names, group=group, **read, **own_options)
         gather(refit.target_digest.encode(), group)
 
         def prepare_relay(group: RankGroup, is_source: bool, batches: Mapping[str, int]) -> Refit:
@@ -225,7 +225,7 @@ class WeightLink:
             first = gather(message, group)[group.ranks[0]]
             buckets = messages.read_message(dict[str, int], first, "table of an engine's buckets")
             side = (model, None) if is_source else (None, model)
-            given = {name: read[name] for name in messages.RELAYED if name in read}
+            relayed = {name: read[name] for name in messages.RELAYED if name in read}
             # The names of two engines that are not Megatron's need no new search.
             own = refit.names
             return Refit.prepare(
@@ -241,7 +241,7 @@ class WeightLink:
                 method="exchange",
                 buckets=buckets,
                 group=group,
-                **given,
+                **relayed,
             )
 
         sync = EngineSync(
@@ -256,21 +256,23 @@ class WeightLink:
         names: Naming | None,
         relays: bool,
         options: Mapping[str, Any],
-        given: Mapping[str, Any],
+        own_options: Mapping[str, Any],
     ) -> TrainerSync:
         message = messages.write_options({"buckets": "auto", **options})
         read = messages.read_options(message)
 
         def prepare_with(group: RankGroup) -> Refit:
             gather(message if self.rank == 0 else b"", group)
-            return Refit.prepare(model, None, source_names=names, group=group, **read, **given)
+            return Refit.prepare(
+                model, None, source_names=names, group=group, **read, **own_options
+            )
 
         sync = TrainerSync(
             self._members,
             self._syncs,
             self._turn,
             relays=relays,
-            needs_alike=bool(given["transforms"]),
+            needs_alike=bool(own_options["transforms"]),
             prepare=prepare_with,
         )
         for number, (engine_name, group) in self._members.groups.items():

@@ -230,10 +230,13 @@ class TrainerSync(WeightSync):
         for service in served:
             self._note_ended(service.outcome.ended)
         own = RunSummary(
-            {one.name: (one.seconds, self._name_feed(one, names)) for one in served},
+            {
+                service.name: (service.seconds, self._name_feed(service, names))
+                for service in served
+            },
             self._members.take_lost(),
-            tuple(one.number for one in services if one.error is not None),
-            sum(one.prepared.sent_bytes for one in served if one.is_direct),
+            tuple(service.number for service in services if service.error is not None),
+            sum(service.prepared.sent_bytes for service in served if service.is_direct),
         )
         if failed is not None:
             # The other ranks need not wait for this rank.
@@ -260,7 +263,7 @@ class TrainerSync(WeightSync):
             {name: seconds for name, (seconds, _) in account.engines.items()},
             account.lost,
             time.perf_counter() - begun_s,
-            sum(one.sent_bytes for one in served),
+            sum(service.sent_bytes for service in served),
             fed_by={name: feed for name, (_, feed) in account.engines.items()},
             trainer_bytes=account.trainer_bytes,
         )
@@ -271,13 +274,13 @@ class TrainerSync(WeightSync):
 
     def _make_orders(self, version: int, engines: list[tuple[int, RankGroup]]) -> dict[int, Order]:
         """Return the order of each engine; only the first rank's are sent."""
-        of = [
+        relayed = [
             RelayedEngine(number, frozenset(group.hosts[self._ranks :]), self._engines[number].kind)
             for number, group in engines
         ]
         ranks = {number: len(group.ranks) - self._ranks for number, group in engines}
         hosts = {host for _, group in engines for host in group.hosts[: self._ranks]}
-        feeds = plan_relays(hosts, of, self._can_feed)
+        feeds = plan_relays(hosts, relayed, self._can_feed)
         pairs = [(source, number) for number, source in feeds.items() if source is not None]
         orders_by_pair: dict[tuple[int, int], ForwardOrder] = {}
         for pair, turn in assign_turns(pairs).items():
@@ -296,7 +299,7 @@ class TrainerSync(WeightSync):
             number: Order(
                 self._number,
                 version,
-                tuple(one for pair, one in orders_by_pair.items() if number in pair),
+                tuple(order for pair, order in orders_by_pair.items() if number in pair),
             )
             for number, _ in engines
         }

@@ -88,14 +88,16 @@ def read_config(model: MegatronModel) -> MegatronConfig | None:
     Raises:
         UsageError: an invalid config, or a config that contradicts the model.
     """
-    given = _read_given(model.config)
+    config = _read_given(model.config)
     chunks = list_chunks(model)
     inner = chunks[0] if chunks else None
     if inner is not None:
         *_, inner = unwrap(inner)
     module_config = getattr(inner, "config", None)
     if not hasattr(module_config, "num_attention_heads") or not hasattr(module_config, _UNGATED):
-        return MegatronConfig({}, given, bool(given.get("tie_word_embeddings"))) if given else None
+        return (
+            MegatronConfig({}, config, bool(config.get("tie_word_embeddings"))) if config else None
+        )
     values = {ours: getattr(module_config, theirs, None) for ours, theirs in _NUMBERS.items()}
     # The type itself, since a bool is an int, too.
     numbers = {name: number for name, number in values.items() if type(number) is int}
@@ -103,14 +105,14 @@ def read_config(model: MegatronModel) -> MegatronConfig | None:
         bool(getattr(module_config, "multi_latent_attention", False))
     )
     for name, number in numbers.items():
-        given_number = _number_of(given, name)
+        given_number = _number_of(config, name)
         if given_number not in (None, number):
             raise UsageError(
                 f"the config says {name}={given_number}, but the model has {number}; give the "
                 "config of this model"
             )
     is_tied = getattr(inner, "share_embeddings_and_output_weights", False)
-    return MegatronConfig(numbers, given, bool(is_tied), _find_unlike(module_config))
+    return MegatronConfig(numbers, config, bool(is_tied), _find_unlike(module_config))
 
 
 def unwrap(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -143,10 +145,10 @@ def _read_given(config: Any) -> dict[str, Any]:
 
 
 def _find_unlike(config: Any) -> tuple[str, ...]:
-    found = [f"{name}: {why}" for name, why in _REFUSED.items() if getattr(config, name, False)]
+    reasons = [f"{name}: {why}" for name, why in _REFUSED.items() if getattr(config, name, False)]
     if not getattr(config, _UNGATED):
-        found.append(f"no {_UNGATED}: linear_fc1 is one layer, and not gate above up")
-    return tuple(found)
+        reasons.append(f"no {_UNGATED}: linear_fc1 is one layer, and not gate above up")
+    return tuple(reasons)
 
 
 def _number_of(values: Mapping[str, Any], name: str) -> int | None:
@@ -175,10 +177,10 @@ class GroupDescription:
 def describe_groups(model: MegatronModel, group: RankGroup) -> GroupDescription:
     """Return this rank's description of a model; errors become its problem."""
     try:
-        found = {
+        groups = {
             axis: tuple(map(group.find_rank, ranks)) for axis, ranks in _find_ranks(model).items()
         }
-        return GroupDescription(found, tuple(_count_layers(model)), model.stack)
+        return GroupDescription(groups, tuple(_count_layers(model)), model.stack)
     except ReshardError as error:
         problem = str(error)
     except Exception as error:
@@ -198,7 +200,7 @@ def read_groups(description: Any) -> GroupDescription | None:
     if description is None:
         return None
     try:
-        groups = {axis: tuple(map(int, of)) for axis, of in description["groups"].items()}
+        groups = {axis: tuple(map(int, ranks)) for axis, ranks in description["groups"].items()}
         layers = tuple(map(int, description["layers"]))
         return GroupDescription(
             groups, layers, str(description["stack"]), str(description["problem"])
@@ -217,13 +219,13 @@ def _find_ranks(model: MegatronModel) -> dict[str, tuple[int, ...]]:
             "a MegatronModel without names, process groups, or modules that have them "
             f"(`{_ATTRIBUTE}`); give names=MegatronNames(...), or groups={{'tp': ..., 'pp': ...}}"
         )
-    known = {*GROUP_AXES, *_CALLED.values()}
-    if isinstance(groups, Mapping) and not groups.keys() <= known:
+    axes = {*GROUP_AXES, *_CALLED.values()}
+    if isinstance(groups, Mapping) and not groups.keys() <= axes:
         raise UsageError(
-            f"groups {sorted(map(str, groups.keys() - known))}; they are along "
+            f"groups {sorted(map(str, groups.keys() - axes))}; they are along "
             f"{', '.join(GROUP_AXES)}"
         )
-    found = {}
+    ranks_by_axis = {}
     for axis in GROUP_AXES:
         for called in (axis, _CALLED.get(axis, axis)):
             group = groups.get(called) if isinstance(groups, Mapping) else None
@@ -231,34 +233,34 @@ def _find_ranks(model: MegatronModel) -> dict[str, tuple[int, ...]]:
                 # A collection of Megatron is an object, and a table of the user a mapping.
                 group = getattr(groups, called, None)
             if group is not None:
-                found[axis] = _list_members(axis, group)
-    if not found:
+                ranks_by_axis[axis] = _list_members(axis, group)
+    if not ranks_by_axis:
         raise UsageError(
             f"groups={groups!r} has none along {', '.join(GROUP_AXES)}; give torch's process "
             "groups, by these names"
         )
-    return found
+    return ranks_by_axis
 
 
 def _list_members(axis: str, group: Any) -> tuple[int, ...]:
     if isinstance(group, dist.ProcessGroup):
         return tuple(dist.get_process_group_ranks(group))
     try:
-        found = tuple(operator.index(rank) for rank in group)
+        ranks = tuple(operator.index(rank) for rank in group)
     except TypeError:
-        found = ()
-    if dist.get_rank() not in found:
+        ranks = ()
+    if dist.get_rank() not in ranks:
         raise UsageError(
             f"the group along {axis} is {group!r}; give the torch process group that this rank is "
             f"in, or a list of its ranks, rank {dist.get_rank()} among them"
         )
-    return found
+    return ranks
 
 
 def _count_layers(model: MegatronModel) -> list[int]:
     """Return the number of layers of the stack in each chunk, counted from 0."""
     pattern = re.compile(rf"(?:^|\.){re.escape(model.stack)}\.(\d+)(?=\.|$)")
-    found = []
+    counts = []
     for number, chunk in enumerate(list_chunks(model)):
         names = [name for name, _ in tensors_of(chunk)]
         layers = {int(match[1]) for match in map(pattern.search, names) if match}
@@ -268,8 +270,8 @@ def _count_layers(model: MegatronModel) -> list[int]:
                 "Megatron counts them from 0 in each, and a model that does not has names of its "
                 "own: give names=MegatronNames(...)"
             )
-        found.append(len(layers))
-    return found
+        counts.append(len(layers))
+    return counts
 
 
 def _abbreviate(numbers: Sequence[int]) -> str:
@@ -352,16 +354,16 @@ def find_gated(chunk: torch.nn.Module) -> frozenset[int]:
     config of the module specifies it. Ids are used because wrappers remove their names from the
     state dict.
     """
-    found: set[int] = set()
+    ids: set[int] = set()
     for module in chunk.modules():
         if getattr(getattr(module, "config", None), "gated_linear_unit", False) is not True:
             continue
         first = getattr(module, "linear_fc1", None)
         if isinstance(first, torch.nn.Module):
-            found.update(map(id, first.parameters()))
+            ids.update(map(id, first.parameters()))
         if isinstance(getattr(module, "weight1", None), torch.nn.Parameter):
-            found.add(id(module.weight1))
-    return frozenset(found)
+            ids.add(id(module.weight1))
+    return frozenset(ids)
 
 
 def mark_gated(parameter: LocalParameter) -> LocalParameter:
@@ -411,9 +413,10 @@ def add_attributes(name: str, parameter: LocalParameter, says: Mapping[str, Any]
     Raises:
         UsageError: a field that no parameter has.
     """
-    known = {field.name for field in fields(LocalParameter)}
-    if not set(says) <= known:
+    accepted = {field.name for field in fields(LocalParameter)}
+    if not set(says) <= accepted:
         raise UsageError(
-            f"{sorted(set(says) - known)} of {name!r}; a parameter has {', '.join(sorted(known))}"
+            f"{sorted(set(says) - accepted)} of {name!r}; a parameter has "
+            f"{', '.join(sorted(accepted))}"
         )
     return replace(parameter, **says)

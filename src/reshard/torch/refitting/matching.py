@@ -118,11 +118,11 @@ def match_tensors(
             source. It suffices that a single name is used.
         quantized: the transform for float8 targets with scales, if the source has neither.
     """
-    found = _Matcher(source, target, ties, cast, dict(transforms), quantized)
-    found.run()
+    matcher = _Matcher(source, target, ties, cast, dict(transforms), quantized)
+    matcher.run()
     if strict:
-        found.problems += [f"{name}: in the source only" for name in found.unused(one_tensor)]
-    return found.matches, found.problems
+        matcher.problems += [f"{name}: in the source only" for name in matcher.unused(one_tensor)]
+    return matcher.matches, matcher.problems
 
 
 @dataclass
@@ -142,10 +142,15 @@ class _Matcher:
         self._add_quantized()
         transforms = self.transforms.items()
         # Further outputs of a transform are filled together with the tensor it is named for.
-        made = {one for name, of in transforms for one in of.outputs(name) if one != name}
+        further_outputs = {
+            output
+            for name, transform in transforms
+            for output in transform.outputs(name)
+            if output != name
+        }
         for side, model in (("source", self.source), ("target", self.target)):
-            found = repeated_members(model, self.ties)
-            self.problems += [f"{problem} (in the {side})" for problem in found]
+            repeated = repeated_members(model, self.ties)
+            self.problems += [f"{problem} (in the {side})" for problem in repeated]
         self.problems += map("{} (in the source)".format, repeated_tensors(self.source, self.ties))
         if self.problems:
             return
@@ -158,10 +163,10 @@ class _Matcher:
             return
         # Tensors that differ only in name use the match of the first.
         # A table may cast tensors of a kind to different types.
-        known = {} if isinstance(self.cast, Mapping) else self._known
-        for name, wanted in self.target.items():
-            like = known.get((id(self.source.get(name)), id(wanted)))
-            if name in made:
+        cached = {} if isinstance(self.cast, Mapping) else self._known
+        for name, target_tensor in self.target.items():
+            like = cached.get((id(self.source.get(name)), id(target_tensor)))
+            if name in further_outputs:
                 continue
             if like is not None and name not in self.transforms:
                 self.matches.append(Match(name, name, name, *like[3:]))
@@ -169,10 +174,10 @@ class _Matcher:
             served_by = find_source_name(name, self.source, self.ties)
             try:
                 # Tensors fused alike on both sides move whole; others move member by member.
-                if served_by is not None and _are_alike(self.source[served_by], wanted):
-                    self.matches += self._match_whole(name, served_by, wanted)
+                if served_by is not None and _are_alike(self.source[served_by], target_tensor):
+                    self.matches += self._match_whole(name, served_by, target_tensor)
                 else:
-                    self.matches += self._match_members(name, wanted)
+                    self.matches += self._match_members(name, target_tensor)
             except _Misfit as misfit:
                 self.problems += misfit.problems
             except ReshardError as error:
@@ -182,9 +187,13 @@ class _Matcher:
         """Add transforms for float8 targets with scales that no other tensor fills."""
         if self.quantized is None:
             return
-        for name, wanted in self.target.items():
+        for name, target_tensor in self.target.items():
             scales = self.target.get(f"{name}{self.quantized.suffix}")
-            if not self.quantized.makes(wanted.dtype) or scales is None or name in self.transforms:
+            if (
+                not self.quantized.makes(target_tensor.dtype)
+                or scales is None
+                or name in self.transforms
+            ):
                 continue
             # If the source has scales, it is already quantized.
             has_scales = find_source_name(name + self.quantized.suffix, self.source, self.ties)
@@ -215,66 +224,66 @@ class _Matcher:
                 if resolve_tie(member, self.ties) not in used:
                     yield member if member == name else f"{member}, which {name} has"
 
-    def _match_whole(self, name: str, served_by: str, wanted: ModelTensor) -> list[Match]:
+    def _match_whole(self, name: str, served_by: str, target_tensor: ModelTensor) -> list[Match]:
         """Return the match of a whole tensor."""
         tensor, transform = self.source[served_by], self.transforms.get(name)
-        source, target = tensor.layout, wanted.layout
-        held, needed = tensor.parameter, wanted.parameter
+        source, target = tensor.layout, target_tensor.layout
+        held, needed = tensor.parameter, target_tensor.parameter
         if transform is None and held is not None and needed is not None:
             # `_choose_dtype` checks whether types may differ, for all kinds of models.
-            differs = tensor.dtype != wanted.dtype
-            pair = reconcile(held, needed, cast=wanted.dtype if differs else None)
+            differs = tensor.dtype != target_tensor.dtype
+            pair = reconcile(held, needed, cast=target_tensor.dtype if differs else None)
             source = shift_ranks(pair.source.layout(pair.shape), tensor.first_rank)
-            target = shift_ranks(pair.target.layout(pair.shape), wanted.first_rank)
+            target = shift_ranks(pair.target.layout(pair.shape), target_tensor.first_rank)
         elif source.shape != target.shape:
             raise _Misfit(f"{name}: {_compare_shapes(source.shape, target.shape)}")
         if transform is not None:
             return self._match_transformed(
-                name, Member(served_by, tensor), Member(name, wanted), transform
+                name, Member(served_by, tensor), Member(name, target_tensor), transform
             )
-        travels = self._choose_dtype(name, tensor, wanted)
-        specs = _find_specs(tensor, wanted)
-        found = Match(name, served_by, name, source, target, travels, specs=specs)
-        self._known[id(tensor), id(wanted)] = found
-        return [found]
+        travels = self._choose_dtype(name, tensor, target_tensor)
+        specs = _find_specs(tensor, target_tensor)
+        match = Match(name, served_by, name, source, target, travels, specs=specs)
+        self._known[id(tensor), id(target_tensor)] = match
+        return [match]
 
-    def _match_members(self, name: str, wanted: ModelTensor) -> list[Match]:
+    def _match_members(self, name: str, target_tensor: ModelTensor) -> list[Match]:
         """Return the matches of all pieces of a tensor that one side fuses."""
         matches: list[Match] = []
         problems: list[str] = []
         members = self.members
-        parts = fused_members(name, wanted) or {name: Member(name, wanted)}
+        parts = fused_members(name, target_tensor) or {name: Member(name, target_tensor)}
         for member_name, part in parts.items():
-            of = "" if member_name == name else f" (a member of {name})"
+            suffix = "" if member_name == name else f" (a member of {name})"
             served_by = find_source_name(member_name, members, self.ties)
             if served_by is None:
-                problems.append(f"{member_name}: not in the source{of}")
+                problems.append(f"{member_name}: not in the source{suffix}")
                 continue
             member = members[served_by]
             if member.shape != part.shape:
                 text = _compare_shapes(member.shape, part.shape)
-                problems.append(f"{member_name}: {text}{of}")
+                problems.append(f"{member_name}: {text}{suffix}")
                 continue
-            matches += self._match_ranges(member_name, name, wanted, member, part)
+            matches += self._match_ranges(member_name, name, target_tensor, member, part)
         if problems:
             raise _Misfit(*problems)
         return matches
 
     def _match_ranges(
-        self, member_name: str, name: str, wanted: ModelTensor, member: Member, part: Member
+        self, member_name: str, name: str, target_tensor: ModelTensor, member: Member, part: Member
     ) -> list[Match]:
         """Return the matches of all pieces of a member."""
         transform = self.transforms.get(name)
         if transform is not None:
             return self._match_transformed(name, member, part, transform, label=member_name)
-        travels = self._choose_dtype(name, member.tensor, wanted)
+        travels = self._choose_dtype(name, member.tensor, target_tensor)
         return [
             Match(
                 f"{member_name}[{piece.start}:{piece.stop}]",
                 member.name,
                 name,
                 _select_layout(member.tensor, piece.source),
-                _select_layout(wanted, piece.target),
+                _select_layout(target_tensor, piece.target),
                 travels,
                 piece.source,
                 piece.target,
@@ -309,14 +318,16 @@ class _Matcher:
             for piece in pieces
         ]
         # 2. The bytes to send if the source's ranks run it.
-        made = self._match_made_at_source(name, member, part, transform, pieces)
-        if not isinstance(made, str):
+        at_source = self._match_made_at_source(name, member, part, transform, pieces)
+        if not isinstance(at_source, str):
             # Running it at the source costs nothing, unless replicas increase the bytes to send.
-            bytes_made, bytes_wide = (sum(map(_count_moved_bytes, of)) for of in (made, wide))
+            bytes_made, bytes_wide = (
+                sum(map(_count_moved_bytes, matches)) for matches in (at_source, wide)
+            )
             if bytes_made < bytes_wide:
-                return made
-            made = f"{bytes_made} bytes would travel, {bytes_wide} otherwise"
-        return [one._replace(why=made) for one in wide]
+                return at_source
+            at_source = f"{bytes_made} bytes would travel, {bytes_wide} otherwise"
+        return [match._replace(why=at_source) for match in wide]
 
     def _match_made_at_source(
         self,
@@ -329,79 +340,89 @@ class _Matcher:
         """Return the matches of each piece's outputs at the source; or why it is not possible."""
         if part.dimension is not None:
             return f"the target {part.name} is fused"
-        found = []
-        outputs = [made for made in transform.outputs(name) if made in self.target]
+        matches = []
+        outputs = [output for output in transform.outputs(name) if output in self.target]
         for piece in pieces:
             ranges: dict[str, IndexRange | None] = dict.fromkeys(outputs)
-            for made in outputs:
+            for output in outputs:
                 if piece.target is None:
                     continue
-                dimension, layout = piece.target.dimension, self.target[made].layout
-                ends = transform.stretch(name, made, part.shape, dimension, piece.start, piece.stop)
+                dimension, layout = piece.target.dimension, self.target[output].layout
+                ends = transform.stretch(
+                    name, output, part.shape, dimension, piece.start, piece.stop
+                )
                 if ends is None or dimension >= layout.ndim or ends[1] > layout.shape[dimension]:
                     return f"a rank of {member.name} has a part of what is made together"
-                ranges[made] = IndexRange(layout, dimension, *ends)
-            layouts = {made: _select_layout(self.target[made], ranges[made]) for made in outputs}
+                ranges[output] = IndexRange(layout, dimension, *ends)
+            layouts = {
+                output: _select_layout(self.target[output], ranges[output]) for output in outputs
+            }
             source = _select_layout(member.tensor, piece.source)
             at_source = transform.at_source(
-                name, source, {made: (self.target[made].dtype, of) for made, of in layouts.items()}
+                name,
+                source,
+                {output: (self.target[output].dtype, layout) for output, layout in layouts.items()},
             )
             if isinstance(at_source, str):
                 return at_source
-            found += [
+            matches += [
                 Match(
-                    made if piece.is_whole else f"{made}[of {piece.start}:{piece.stop}]",
+                    output if piece.is_whole else f"{output}[of {piece.start}:{piece.stop}]",
                     member.name,
-                    made,
-                    of,
-                    layouts[made],
-                    self.target[made].dtype,
+                    output,
+                    layout,
+                    layouts[output],
+                    self.target[output].dtype,
                     piece.source,
-                    ranges[made],
+                    ranges[output],
                     "source",
                     name,
                     "fewer bytes travel",
                 )
-                for made, of in at_source.items()
+                for output, layout in at_source.items()
             ]
-        return found
+        return matches
 
-    def _choose_dtype(self, name: str, tensor: ModelTensor, wanted: ModelTensor) -> str:
+    def _choose_dtype(self, name: str, tensor: ModelTensor, target_tensor: ModelTensor) -> str:
         """Return the type of the sent elements. Raises if the types may not differ."""
-        if tensor.dtype == wanted.dtype:
+        if tensor.dtype == target_tensor.dtype:
             return tensor.dtype
         cast = self.cast
         allowed = cast.get(name, False) if isinstance(cast, Mapping) else cast
         quantized = self.quantized
-        made = [] if quantized is None else [*map(quantized.makes, (tensor.dtype, wanted.dtype))]
-        if quantized is not None and made == [False, True]:
+        are_quantized = (
+            []
+            if quantized is None
+            else [*map(quantized.makes, (tensor.dtype, target_tensor.dtype))]
+        )
+        if quantized is not None and are_quantized == [False, True]:
             scales = f"{name}{quantized.suffix}"
             has = "and so has the source" if scales in self.target else "which the target has not"
             raise _Misfit(
-                f"{name}: the source is {tensor.dtype}, the target {wanted.dtype}; to be "
+                f"{name}: the source is {tensor.dtype}, the target {target_tensor.dtype}; to be "
                 f"quantised it needs scales {scales!r}, {has}"
             )
         if allowed is False:
             raise _Misfit(
-                f"{name}: the source is {tensor.dtype}, the target {wanted.dtype}; to convert, say "
-                "cast=True"
+                f"{name}: the source is {tensor.dtype}, the target {target_tensor.dtype}; to "
+                "convert, say cast=True"
             )
-        if allowed is not True and as_dtype(allowed).name != wanted.dtype:
-            raise _Misfit(f"{name}: cast to {allowed}, but the target is {wanted.dtype}")
-        if tensor.dtype.startswith("complex") and not wanted.dtype.startswith("complex"):
+        if allowed is not True and as_dtype(allowed).name != target_tensor.dtype:
+            raise _Misfit(f"{name}: cast to {allowed}, but the target is {target_tensor.dtype}")
+        if tensor.dtype.startswith("complex") and not target_tensor.dtype.startswith("complex"):
             raise _Misfit(
-                f"{name}: the source is {tensor.dtype}, the target {wanted.dtype}; imaginary parts "
-                "would be lost: give a complex target, or the tensor's .real"
+                f"{name}: the source is {tensor.dtype}, the target {target_tensor.dtype}; "
+                "imaginary parts would be lost: give a complex target, or the tensor's .real"
             )
         # Rounded contributions would add up to other values than the rounded sum.
-        if tensor.layout.contributions > 1 or wanted.layout.contributions > 1:
+        if tensor.layout.contributions > 1 or target_tensor.layout.contributions > 1:
             raise _Misfit(
-                f"{name}: partial, and {tensor.dtype} to {wanted.dtype}; combine it "
+                f"{name}: partial, and {tensor.dtype} to {target_tensor.dtype}; combine it "
                 "before it is cast"
             )
         # The narrower, or the target's if both are equally wide.
-        widths = [as_dtype(of.dtype).itemsize_bytes for of in (tensor, wanted)]
-        return tensor.dtype if widths[0] < widths[1] else wanted.dtype
+        widths = [as_dtype(side.dtype).itemsize_bytes for side in (tensor, target_tensor)]
+        return tensor.dtype if widths[0] < widths[1] else target_tensor.dtype
 
 
 class _Misfit(Exception):
@@ -412,9 +433,13 @@ class _Misfit(Exception):
         self.problems = problems
 
 
-def _are_alike(tensor: ModelTensor, wanted: ModelTensor) -> bool:
+def _are_alike(tensor: ModelTensor, target_tensor: ModelTensor) -> bool:
     """Return whether two tensors of a name can move whole: not if they fuse other members."""
-    return tensor.fusion is None or wanted.fusion is None or tensor.fusion == wanted.fusion
+    return (
+        tensor.fusion is None
+        or target_tensor.fusion is None
+        or tensor.fusion == target_tensor.fusion
+    )
 
 
 def _list_members(name: str, tensor: ModelTensor) -> tuple[str, ...]:
@@ -422,21 +447,21 @@ def _list_members(name: str, tensor: ModelTensor) -> tuple[str, ...]:
 
 
 def _find_specs(
-    tensor: ModelTensor, wanted: ModelTensor
+    tensor: ModelTensor, target_tensor: ModelTensor
 ) -> tuple[ShardingSpec, ShardingSpec] | None:
     """Return both shardings. A plain tensor on all ranks of a mesh is replicated over it."""
-    if tensor.spec is not None and wanted.spec is not None:
-        return tensor.spec, wanted.spec
-    known = tensor.spec or wanted.spec
-    if known is None:
+    if tensor.spec is not None and target_tensor.spec is not None:
+        return tensor.spec, target_tensor.spec
+    spec = tensor.spec or target_tensor.spec
+    if spec is None:
         return None
     # A sharding over the mesh of the other side, with no dimension sharded.
-    everywhere = ShardingSpec(known.mesh, [DimSpec() for _ in tensor.layout.shape])
-    plain = wanted if tensor.spec is not None else tensor
+    everywhere = ShardingSpec(spec.mesh, [DimSpec() for _ in tensor.layout.shape])
+    plain = target_tensor if tensor.spec is not None else tensor
     # Layouts are interned.
     if everywhere.layout(tensor.layout.shape) is not plain.layout:
         return None
-    return (tensor.spec or everywhere), (wanted.spec or everywhere)
+    return (tensor.spec or everywhere), (target_tensor.spec or everywhere)
 
 
 def _select_layout(tensor: ModelTensor, index_range: IndexRange | None) -> Layout:

@@ -131,7 +131,9 @@ def fused_members(name: str, tensor: ModelTensor) -> dict[str, Member]:
     places: dict[str, list[MemberSlice]] = {member: [] for member in fusion.members}
     for place in fusion.member_slices(shape[dimension]):
         places[place.member].append(place)
-    return {member: Member(name, tensor, dimension, tuple(of)) for member, of in places.items()}
+    return {
+        member: Member(name, tensor, dimension, tuple(ranges)) for member, ranges in places.items()
+    }
 
 
 class CommonRange(NamedTuple):

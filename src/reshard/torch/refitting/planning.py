@@ -85,14 +85,14 @@ def find_transforms(names: Iterable[str], settings: RefitSettings) -> dict[str, 
 
     A transform's further outputs have none.
     """
-    found: dict[str, Transform] = {}
-    made: set[str] = set()
+    transforms: dict[str, Transform] = {}
+    outputs: set[str] = set()
     for name in names if settings.transforms else ():
         transform = find_entry(name, settings.transforms or {})
-        if transform is not None and name not in made:
-            found[name] = transform
-            made.update(transform.outputs(name))
-    return found
+        if transform is not None and name not in outputs:
+            transforms[name] = transform
+            outputs.update(transform.outputs(name))
+    return transforms
 
 
 def plan_refit(
@@ -140,9 +140,16 @@ def plan_refit(
         ]
     ties = settings.ties or {}
     made_by = find_transforms(target, settings)
-    one = model_manifest.find_tied_names(before)
+    tied_names = model_manifest.find_tied_names(before)
     matches, more = match_tensors(
-        source, target, ties, settings.cast, settings.strict, made_by, one, settings.quantized
+        source,
+        target,
+        ties,
+        settings.cast,
+        settings.strict,
+        made_by,
+        tied_names,
+        settings.quantized,
     )
     problems += more
     _expect_none(problems)
@@ -160,7 +167,7 @@ def plan_refit(
             if ties
             else {},
             {match.source_name for match in matches},
-            one,
+            tied_names,
         ),
     )
 
@@ -214,25 +221,25 @@ def plan_part(
     is_known = False
     # 2. Plan: all ranks' parts, or each rank its own part.
     if is_first or not is_central:
-        found = reuse_plan(
+        plan = reuse_plan(
             make_key(settings.plan_key(hosts), messages),
             lambda: plan_or_error(settings, hosts, messages),
         )
-        if isinstance(found, RefitPlan):
-            is_known = group.rank in found.known_parts
-            whole = found
+        if isinstance(plan, RefitPlan):
+            is_known = group.rank in plan.known_parts
+            whole = plan
         if not is_central:
-            part = found if isinstance(found, ReshardError) else found.own_part(group.rank)
-        elif isinstance(found, ReshardError):
-            parts = (found for _ in ranks)
+            part = plan if isinstance(plan, ReshardError) else plan.own_part(group.rank)
+        elif isinstance(plan, ReshardError):
+            parts = (plan for _ in ranks)
         else:
-            parts = map(found.part, ranks)
+            parts = map(plan.part, ranks)
     if is_central:
         part, scattered_bytes = scatter(parts, group)
     # 3. Raise after the collectives, so that no rank waits for a failed rank.
     if isinstance(part, ReshardError):
         raise part
-    made = {
+    reasons = {
         where: {match.made_of: match.why for match in part.made if match.made_at == where}
         for where in ("source", "target")
     }
@@ -244,8 +251,8 @@ def plan_part(
         len(ranks) * is_first if is_central else int(not is_known),
         peak_bytes() - had_bytes,
         time.perf_counter() - begun_s,
-        tuple(made["source"]),
-        made["target"],
+        tuple(reasons["source"]),
+        reasons["target"],
         programs,
         exchanged,
         staged,
@@ -301,11 +308,11 @@ def reuse_plan(
     """Return the kept plan of a key, or plan and keep the result; with None, plan anew."""
     if key is None:
         return plan()
-    found = _PLANS.get(key) or plan()
-    if isinstance(found, RefitPlan):
-        _PLANS[key] = found
-        _LAST.append(found)
-    return found
+    result = _PLANS.get(key) or plan()
+    if isinstance(result, RefitPlan):
+        _PLANS[key] = result
+        _LAST.append(result)
+    return result
 
 
 def make_key(options: object | None, messages: Mapping[int, tuple[bytes, ...]]) -> bytes | None:
@@ -318,8 +325,10 @@ def make_key(options: object | None, messages: Mapping[int, tuple[bytes, ...]]) 
         return None
     hasher = hashlib.blake2b(repr(options).encode(), digest_size=16)
     # Ranks with equal messages share an object, so each is hashed once.
-    every = {id(one): one for message in messages.values() for one in message}
-    digests = {key: hashlib.blake2b(one, digest_size=16).digest() for key, one in every.items()}
+    distinct = {id(part): part for message in messages.values() for part in message}
+    digests = {
+        key: hashlib.blake2b(part, digest_size=16).digest() for key, part in distinct.items()
+    }
     for rank, message in messages.items():
-        hasher.update(f"\0{rank}\0".encode() + b"".join(digests[id(one)] for one in message))
+        hasher.update(f"\0{rank}\0".encode() + b"".join(digests[id(part)] for part in message))
     return hasher.digest()
