@@ -238,7 +238,7 @@ class Checkpoint(Record):
         unread: values that no target can have, with the reason.
         unreadable: tensors that cannot be read, by name, with their type or another reason.
         notes: notes for the user on how it is read.
-        said_cut: the shardings of its tensors that the user specified.
+        given_sharding: the shardings of its tensors that the user specified.
         check_copies: how parts that several ranks hold are compared when tensors are read, one of
             `CHECK_COPIES` (see `reshard.checkpoint.copy_checks`).
         allowed: the errors that the user accepts, such as `differing-copies`.
@@ -261,7 +261,7 @@ class Checkpoint(Record):
     values: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
-    said_cut: str | None = None
+    given_sharding: str | None = None
     held: Mapping[str, Callable[[], SourceFile]] = field(default_factory=dict)
     check_copies: str = CHECK_COPIES[0]
     allowed: frozenset[str] = frozenset()

@@ -356,7 +356,7 @@ def running_processes(
     """
     # 1. Read the number of processes from the variables that torchrun sets.
     size = os.environ.get("WORLD_SIZE", "1")
-    if not size.isdigit() or int(size) < 1:
+    if not size.isdecimal() or int(size) < 1:
         raise UsageError(f"WORLD_SIZE is {size!r}; expected the number of processes")
     if int(size) == 1:
         yield OneProcess()

@@ -36,7 +36,7 @@ sends about as much as every other: this is scatter and all-gather (van de Geijn
 and racks.
 
 `choose_reach` returns the smallest reach, unless a wider one reduces the load of the most loaded
-host or rack by at least one part in `_WORTHWHILE`.
+host or rack by at least one part in `WORTHWHILE`.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ def crossing_elements(plan: LayoutChange, topology: Topology) -> IntArray:
 
 STAGES = ("exchange", "between racks", "between hosts", "fan-out")
 _BETWEEN_RACKS, _BETWEEN_HOSTS, _FAN_OUT = 1, 2, 3
-# A load up to 21/20 of the minimum counts as minimal, as in `fragments`.
-_WORTHWHILE = 21
+#: A load is worth reducing by at least one part in this: up to 21/20 of the minimum is minimal.
+WORTHWHILE = 21
 
 
 def build_trees(
@@ -314,7 +314,7 @@ def choose_reach(items: Sequence[JobItem], topology: Topology) -> Reach:
     return next(
         reach
         for reach, load in zip(reaches, loads, strict=True)
-        if load <= min(loads) * _WORTHWHILE / (_WORTHWHILE - 1)
+        if load <= min(loads) * WORTHWHILE / (WORTHWHILE - 1)
     )
 
 

@@ -11,7 +11,7 @@ There are classes of first copies and classes of other copies.
 
 1. To another host only first copies are sent, and its receivers forward them.
 2. Within a host the senders can send all copies themselves, in a single stage. They do so unless
-   forwarding reduces the maximum load of the job by at least one part in `_WORTHWHILE`. Then
+   forwarding reduces the maximum load of the job by at least one part in `WORTHWHILE`. Then
    receivers send other copies where senders are overloaded, or everywhere if that is not enough.
 3. Contributions that are reduced are sent directly.
 4. The shares of all classes are balanced together (`load_balancing`).
@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from reshard._records import Record
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.broadcast_tree import Flows, Reach, find_flows
+from reshard.plans.broadcast_tree import WORTHWHILE, Flows, Reach, find_flows
 from reshard.plans.element_groups import find_element_groups
 from reshard.plans.job import JobItem
 from reshard.plans.load_balancing import balanced_shares
@@ -51,9 +51,6 @@ from reshard.runs import IntArray, distinct, ragged_arange, sum_by
 from reshard.topology import Topology
 
 BoolArray = NDArray[np.bool_]
-
-# A load within 1.05 times the minimum counts as minimal.
-_WORTHWHILE = 21
 
 # The kinds of classes: only senders make copies; senders are on the host; senders are elsewhere.
 _DIRECT, _NEAR, _FAR = range(3)
@@ -183,7 +180,7 @@ def assign_copies(
     relayed = share(far | near)
     # In the order of preference: no relays within hosts, relays where senders are overloaded,
     # relays everywhere.
-    limit = int(relayed.loads(ranks).max()) * _WORTHWHILE // (_WORTHWHILE - 1)
+    limit = int(relayed.loads(ranks).max()) * WORTHWHILE // (WORTHWHILE - 1)
     load = direct.loads(ranks)
     if load.max() <= limit:
         return direct

@@ -4,8 +4,10 @@ A delta file that was cut off, damaged or made to deceive is an error of ours, o
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import random
 import shutil
 import struct
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from reshard import checkpoint
 from reshard.checkpoint.blocks.grid import block_digest
+from reshard.checkpoint.deltas import delta_file
 from reshard.checkpoint.deltas.delta_file import (
     HEADER_BYTES,
     RECORD,
@@ -28,7 +31,7 @@ from reshard.checkpoint.deltas.delta_file import (
     encode_value,
     is_plain_path,
 )
-from reshard.errors import CheckpointError, FormatError, ReshardError, UsageError
+from reshard.errors import CheckpointError, FormatError, ReshardError, RunError, UsageError
 from selection import choose
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -229,6 +232,21 @@ def test_a_file_of_tensors_is_not_overwritten(folder: Path) -> None:
         text["files"][0][0] = "model.safetensors"
 
     assert outcome(folder, rebuilt((folder / "delta").read_bytes(), change)) == "FormatError"
+
+
+def test_a_delta_that_cannot_be_renamed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(delta_file, "restrict_mode", fail)
+    with (
+        pytest.raises(RunError, match="not permitted"),
+        delta_file.DeltaWriter(tmp_path / "changes") as writer,
+    ):
+        writer.finish({}, np.empty(0, np.uint8), np.empty(0, RECORD))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_files_are_not_deltas(tmp_path: Path) -> None:

@@ -405,7 +405,7 @@ class Conversion(Record):
             },
             **self.resolved,
             # The same files give other tensors if the user specifies other shardings for them.
-            **({"source cut": self.source.said_cut} if self.source.said_cut else {}),
+            **({"source cut": self.source.given_sharding} if self.source.given_sharding else {}),
             "format": self.write_plan.format,
             "target files": write_plan.hexdigest(),
             # The journal lists blocks by their numbers, which depend on their size.

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.binding import View
+from reshard.checkpoint.blocks.fusing import MAX_BOXES
 from reshard.checkpoint.contents import Checkpoint, StoredTensor, missing_box
 from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
 from reshard.errors import CoverageError, RecipeError
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 #: The file with the layout of the ranks, in a state that reshard wrote.
 LAYOUT_NAME = "reshard.engine-layout.json"
-# The maximum number of boxes of a region that takes every second index: each index is a box.
-_MAX_BOXES = 100_000
 
 
 # The parts of a source that ranks hold: from each box to the rank and the region of its file.
@@ -206,8 +205,8 @@ def _list_regions(
         along[at] = (size, by, apart)
     # Dimensions with a step over 1 are looped over index by index.
     single = [d for d, (_, by, _) in along.items() if by > 1]
-    if math.prod(along[d][0] for d in single) > _MAX_BOXES:
-        raise RecipeError(f"{name!r} takes {piece.source!r} in more than {_MAX_BOXES} pieces")
+    if math.prod(along[d][0] for d in single) > MAX_BOXES:
+        raise RecipeError(f"{name!r} takes {piece.source!r} in more than {MAX_BOXES} pieces")
     for indices in itertools.product(*(range(along[d][0]) for d in single)):
         start, stop, strides = list(first), [a + 1 for a in first], [0] * len(shape)
         offset = own.offset

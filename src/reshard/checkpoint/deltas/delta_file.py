@@ -481,6 +481,7 @@ class DeltaWriter:
             raise UsageError(f"{self.path} exists; give --overwrite to replace it")
         self._temporary = self.path.with_name(f".{self.path.name}.reshard-partial")
         self.payload_bytes = 0
+        self._is_finished = False
         with translate_os_errors("write the delta", self._temporary):
             self._file = os.fdopen(open_new(self._temporary), "wb")
             # The header is written last, so that an incomplete file is not taken for a delta.
@@ -490,7 +491,7 @@ class DeltaWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self._file.closed:
+        if not self._is_finished:
             self._file.close()
             with contextlib.suppress(OSError):
                 self._temporary.unlink()
@@ -523,5 +524,6 @@ class DeltaWriter:
             # Before the rename: otherwise others could open the file under its name for a moment.
             restrict_mode(self._temporary, self._open_bits)
             self._temporary.replace(self.path)
+            self._is_finished = True
             # The new name is durable as soon as its folder is.
             sync_folder(self.path.absolute().parent)

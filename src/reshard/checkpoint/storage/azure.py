@@ -236,7 +236,7 @@ def _find_number(block_id: str, upload: str) -> int | None:
     (12, None)
     """
     number = _decode(block_id).removeprefix(upload)
-    is_of_it = _find_upload(block_id) == upload and number.isdigit()
+    is_of_it = _find_upload(block_id) == upload and number.isdecimal()
     return int(number) if is_of_it else None
 
 

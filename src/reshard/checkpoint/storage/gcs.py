@@ -71,7 +71,7 @@ class GcsTarget(ObjectTarget):
         named = {
             key.rpartition("/")[2]: part for key, part in self.list_objects(f"{upload}/").items()
         }
-        return {int(name): part for name, part in named.items() if name.isdigit()} or None
+        return {int(name): part for name, part in named.items() if name.isdecimal()} or None
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
         """Create the object by composing its parts, and delete them."""

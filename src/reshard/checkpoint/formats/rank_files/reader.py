@@ -98,7 +98,7 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
         mesh if mesh is not None else meshes.pop() if len(meshes) == 1 else None,
         checksums=checksums.list(),
         values=states.values,
-        said_cut=None if cut is None else str(cut),
+        given_sharding=None if cut is None else str(cut),
         notes=() if cut is None or mesh is None else describe_numbering(cut, mesh),
         unread=tuple((shortened(name), why) for name, why in states.unread.items()),
         unreadable=states.unreadable,

@@ -162,7 +162,7 @@ def read(folder: Path, sharding: SourceSharding | None = None) -> Checkpoint:
         notes=tuple(notes),
         unreadable={**metadata.unreadable, **chunks.unreadable},
         mesh=mesh,
-        said_cut=None if sharding is None else str(sharding),
+        given_sharding=None if sharding is None else str(sharding),
     )
 
 
