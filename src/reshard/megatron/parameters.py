@@ -96,13 +96,13 @@ class MegatronParameter(Record):
     def __post_init__(self) -> None:
         # Lists become tuples and numbers ints, so that equal descriptions are equal and hashable.
         for name in (*_NUMBERS, *_SEQUENCES):
-            given = getattr(self, name)
-            if given is None and name not in ("shape", "partition_dim", "partition_stride"):
+            value = getattr(self, name)
+            if value is None and name not in ("shape", "partition_dim", "partition_stride"):
                 continue
-            frozen = _freeze(name, given)
+            frozen = _freeze(name, value)
             if isinstance(frozen, tuple) != (name in _SEQUENCES):
                 expected = "a list of numbers" if name in _SEQUENCES else "one number"
-                raise SpecError(f"{name}={given!r}, where {expected} was expected")
+                raise SpecError(f"{name}={value!r}, where {expected} was expected")
             object.__setattr__(self, name, frozen)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", as_dtype(self.dtype).name)
@@ -158,10 +158,10 @@ class MegatronParameter(Record):
             "heads": self.heads is not None,
             "true_length": self.true_length is not None,
         }
-        given = [name for name, is_given in described.items() if is_given]
-        if len(given) > 1:
+        chosen = [name for name, is_given in described.items() if is_given]
+        if len(chosen) > 1:
             raise SpecError(
-                f"{' and '.join(given)} of one parameter; one of them determines the cut"
+                f"{' and '.join(chosen)} of one parameter; one of them determines the cut"
             )
         if self.partition_sizes is None:
             return
@@ -323,14 +323,14 @@ def tensor_parallel_spec(
     return ShardingSpec(mesh, dims, only=only)
 
 
-def _freeze(name: str, given: object) -> object:
+def _freeze(name: str, value: object) -> object:
     """Return a whole number, or nested sequences of them as tuples. Raises SpecError for others."""
-    if isinstance(given, tuple | list):
-        return tuple(_freeze(name, item) for item in given)
+    if isinstance(value, tuple | list):
+        return tuple(_freeze(name, item) for item in value)
     try:
-        return operator.index(given)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise SpecError(f"{name} has {given!r}, where a whole number was expected") from None
+        raise SpecError(f"{name} has {value!r}, where a whole number was expected") from None
 
 
 class LocalParameter(Record):

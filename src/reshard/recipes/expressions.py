@@ -394,16 +394,16 @@ def find_expressions(spec: str) -> tuple[Expression, ...]:
     >>> [str(found) for found in find_expressions("tp@heads{key_value_heads|attention_heads}, -")]
     ['key_value_heads|attention_heads']
     """
-    found = []
+    expressions = []
     for braces in BRACES.finditer(spec):
         try:
-            found.append(parse_expression(braces[1]))
+            expressions.append(parse_expression(braces[1]))
         except RecipeError as error:
             raise _describe_unreadable_braces(spec, braces[0]) from error
     unpaired = re.search(r"[{}]", BRACES.sub("", spec))
     if unpaired:
         raise _describe_unreadable_braces(spec, unpaired[0])
-    return tuple(found)
+    return tuple(expressions)
 
 
 def _describe_unreadable_braces(spec: str, braces: str) -> RecipeError:

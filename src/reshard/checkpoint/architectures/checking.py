@@ -76,14 +76,14 @@ def check_architecture(
         shapes = _find_logical_shapes(shapes, types, config)
     except UncomputableError as error:
         return (f"the tensors were not checked against an architecture: {error}",)
-    found = _find_differences(config, shapes)
-    if isinstance(found, str):
-        return (found,)
-    found = _without_expected(found, config, left_out)
-    refused = _list_refused(found, {*allow})
+    differences = _find_differences(config, shapes)
+    if isinstance(differences, str):
+        return (differences,)
+    differences = _without_expected(differences, config, left_out)
+    refused = _list_refused(differences, {*allow})
     if refused:
-        raise CheckpointError(_describe_refusal(found, refused, folder, config))
-    return _describe_accepted(found, len(shapes))
+        raise CheckpointError(_describe_refusal(differences, refused, folder, config))
+    return _describe_accepted(differences, len(shapes))
 
 
 def check_sharded_model(
@@ -127,22 +127,22 @@ def check_sharded_model(
     if recorded is None:
         return (_describe_unjudged(config, "--for hf asks the class of transformers"),)
 
-    def without_expected(found: TensorDifferences) -> TensorDifferences:
-        found = _without_padding(_without_expected(found, config, left_out), config)
-        unknown = tuple(name for name in found.unknown if not is_meant(name))
-        return found.replace(unknown=unknown)
+    def without_expected(differences: TensorDifferences) -> TensorDifferences:
+        differences = _without_padding(_without_expected(differences, config, left_out), config)
+        unknown = tuple(name for name in differences.unknown if not is_meant(name))
+        return differences.replace(unknown=unknown)
 
-    found = without_expected(recorded[0])
-    if _list_refused(found, allowed):
+    differences = without_expected(recorded[0])
+    if _list_refused(differences, allowed):
         judged = _ask_class(config, shapes)
         if not isinstance(judged, str):
-            found = without_expected(judged)
-        refused = _list_refused(found, allowed)
+            differences = without_expected(judged)
+        refused = _list_refused(differences, allowed)
         if refused:
-            text = _describe_refusal(found, refused, folder, config)
-            accepts_shapes = found.misshapen and not found.unknown
+            text = _describe_refusal(differences, refused, folder, config)
+            accepts_shapes = differences.misshapen and not differences.unknown
             raise CheckpointError(f"{text}, or --allow unknown" if accepts_shapes else text)
-    return _describe_accepted(found, len(shapes))
+    return _describe_accepted(differences, len(shapes))
 
 
 def count_differences(
@@ -155,16 +155,16 @@ def count_differences(
         return 0
     if recorded is None:
         return 0
-    found, _ = recorded
-    return len(found.missing) + len(found.unknown) + len(found.misshapen)
+    differences, _ = recorded
+    return len(differences.missing) + len(differences.unknown) + len(differences.misshapen)
 
 
 def _find_differences(
     config: Mapping[str, Any], shapes: Mapping[str, Shape]
 ) -> TensorDifferences | str:
     """Return the differences found by the best judge, or a note if no judge knows the class."""
-    found = find_recorded_differences(config, shapes)
-    recorded, is_exact = (None, False) if found is None else found
+    result = find_recorded_differences(config, shapes)
+    recorded, is_exact = (None, False) if result is None else result
     if recorded is not None and is_exact and not recorded:
         return recorded
     judged = _ask_class(config, shapes)
@@ -197,11 +197,11 @@ def _ask_class(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Tensor
     if find_spec("transformers") is None or find_spec("torch") is None:
         return "transformers is not installed"
     try:
-        found: TensorDifferences | None
-        found = import_module(_CLASS_JUDGE).find_class_differences(config, shapes)
+        differences: TensorDifferences | None
+        differences = import_module(_CLASS_JUDGE).find_class_differences(config, shapes)
     except (MissingExtraError, RunError) as error:
         return str(error)
-    return "transformers has no class for it" if found is None else found
+    return "transformers has no class for it" if differences is None else differences
 
 
 def _describe_unjudged(config: Mapping[str, Any], reason: str) -> str:
@@ -227,32 +227,36 @@ def _find_logical_shapes(
 
 
 def _without_expected(
-    found: TensorDifferences, config: Mapping[str, Any], left_out: Collection[str]
+    differences: TensorDifferences, config: Mapping[str, Any], left_out: Collection[str]
 ) -> TensorDifferences:
     """Return differences, except tensors that the user left out, and known extras."""
     extra = _extra_layers(config)
     ignored = [
         name
-        for name in found.unknown
+        for name in differences.unknown
         if _OLD_BUFFERS.search(name) or any(name.startswith(prefix) for prefix in extra)
     ]
-    return found.replace(
-        missing=tuple(name for name in found.missing if name[0] not in left_out),
-        unknown=tuple(name for name in found.unknown if name not in ignored),
-        ignored=(*found.ignored, *ignored),
+    return differences.replace(
+        missing=tuple(name for name in differences.missing if name[0] not in left_out),
+        unknown=tuple(name for name in differences.unknown if name not in ignored),
+        ignored=(*differences.ignored, *ignored),
     )
 
 
-def _without_padding(found: TensorDifferences, config: Mapping[str, Any]) -> TensorDifferences:
+def _without_padding(
+    differences: TensorDifferences, config: Mapping[str, Any]
+) -> TensorDifferences:
     """Return differences without rows that pad the vocabulary for ranks."""
-    padded = find_padded_vocabulary({name: shape for name, shape, _ in found.misshapen}, config)
+    padded = find_padded_vocabulary(
+        {name: shape for name, shape, _ in differences.misshapen}, config
+    )
     misshapen = tuple(
         (name, shape, expected)
-        for name, shape, expected in found.misshapen
+        for name, shape, expected in differences.misshapen
         # Padding adds rows only.
         if name not in padded or shape[1:] != expected[1:]
     )
-    return found.replace(misshapen=misshapen)
+    return differences.replace(misshapen=misshapen)
 
 
 def _extra_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -264,47 +268,54 @@ def _extra_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
     return ("mtp.", "model.mtp.", *(f"model.layers.{layers + n}." for n in range(count)))
 
 
-def _list_refused(found: TensorDifferences, allow: Collection[str]) -> list[str]:
+def _list_refused(differences: TensorDifferences, allow: Collection[str]) -> list[str]:
     """Return a text for each kind of difference that is not allowed."""
     refused = []
-    if found.missing and "incomplete" not in allow:
-        refused.append(_describe_missing(found))
-    if found.unknown and "unknown" not in allow:
-        refused.append(_describe_unknown(found))
-    if found.misshapen and _SHAPES not in allow:
-        refused.append(_describe_misshapen(found))
+    if differences.missing and "incomplete" not in allow:
+        refused.append(_describe_missing(differences))
+    if differences.unknown and "unknown" not in allow:
+        refused.append(_describe_unknown(differences))
+    if differences.misshapen and _SHAPES not in allow:
+        refused.append(_describe_misshapen(differences))
     return refused
 
 
-def _describe_accepted(found: TensorDifferences, count: int) -> tuple[str, ...]:
+def _describe_accepted(differences: TensorDifferences, count: int) -> tuple[str, ...]:
     """Describe which tensors the judge loads, and which differences were allowed."""
-    differing = len(found.unknown) + len(found.ignored) + len(found.misshapen)
+    differing = len(differences.unknown) + len(differences.ignored) + len(differences.misshapen)
     notes = [
-        f"names and shapes checked: {found.judge} loads {count_text(count - differing, 'tensor')}"
+        f"names and shapes checked: {differences.judge} loads "
+        f"{count_text(count - differing, 'tensor')}"
     ]
-    if found.ignored:
-        notes[0] += f" and ignores {len(found.ignored)} others (first: {found.ignored[0]})"
-    if found.missing:
-        notes.append(f"allowed as incomplete: {_describe_missing(found)}")
-    if found.unknown:
-        notes.append(f"allowed as unknown: {_describe_unknown(found)}")
-    if found.misshapen:
-        notes.append(f"allowed as unknown: {_describe_misshapen(found)}")
+    if differences.ignored:
+        notes[0] += (
+            f" and ignores {len(differences.ignored)} others (first: {differences.ignored[0]})"
+        )
+    if differences.missing:
+        notes.append(f"allowed as incomplete: {_describe_missing(differences)}")
+    if differences.unknown:
+        notes.append(f"allowed as unknown: {_describe_unknown(differences)}")
+    if differences.misshapen:
+        notes.append(f"allowed as unknown: {_describe_misshapen(differences)}")
     return tuple(notes)
 
 
-def _describe_missing(found: TensorDifferences) -> str:
-    shown = [name if shape is None else f"{name} {list(shape)}" for name, shape in found.missing]
+def _describe_missing(differences: TensorDifferences) -> str:
+    shown = [
+        name if shape is None else f"{name} {list(shape)}" for name, shape in differences.missing
+    ]
     return f"{count_text(len(shown), 'tensor')} missing: {_list_first(shown)}"
 
 
-def _describe_unknown(found: TensorDifferences) -> str:
-    return f"{count_text(len(found.unknown), 'tensor')} unknown: {_list_first(found.unknown)}"
+def _describe_unknown(differences: TensorDifferences) -> str:
+    names = differences.unknown
+    return f"{count_text(len(names), 'tensor')} unknown: {_list_first(names)}"
 
 
-def _describe_misshapen(found: TensorDifferences) -> str:
+def _describe_misshapen(differences: TensorDifferences) -> str:
     shown = [
-        f"{name} {list(own)}, expected {list(expected)}" for name, own, expected in found.misshapen
+        f"{name} {list(actual)}, expected {list(expected)}"
+        for name, actual, expected in differences.misshapen
     ]
     return f"{count_text(len(shown), 'tensor')} of another shape: {_list_first(shown)}"
 
@@ -314,20 +325,20 @@ def _list_first(texts: Sequence[str]) -> str:
 
 
 def _describe_refusal(
-    found: TensorDifferences, refused: Sequence[str], folder: Path, config: Mapping[str, Any]
+    differences: TensorDifferences, refused: Sequence[str], folder: Path, config: Mapping[str, Any]
 ) -> str:
     """Describe the differences, the judge that found them, and the remedies."""
     ways = []
-    if found.missing and found.unknown:
+    if differences.missing and differences.unknown:
         ways.append("give the names of the class with --rename or --source-names")
-    if found.missing:
+    if differences.missing:
         ways.append("complete the source, or write it incomplete: --allow incomplete")
-    if found.unknown:
+    if differences.unknown:
         ways.append("leave tensors out with --exclude, or write them: --allow unknown")
-    if found.misshapen:
+    if differences.misshapen:
         ways.append("name the config.json of this model")
     return (
-        f"the tensors of {folder} are not those that {found.judge} loads for the model type "
+        f"the tensors of {folder} are not those that {differences.judge} loads for the model type "
         f"{config.get('model_type')!r}. {'; '.join(refused)}. Nothing was written; "
         f"{'; '.join(ways)}"
     )

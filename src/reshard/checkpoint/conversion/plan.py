@@ -202,8 +202,8 @@ def _check_architecture(
         for prefix in models.keys() | {""}:
             meaning = bare_name(name).removeprefix(prefix)
             if named.from_names is not None:
-                known = find_meaning(meaning, named.from_names[1])
-                left_out |= {known} if isinstance(known, str) else {*known.tensors}
+                meant = find_meaning(meaning, named.from_names[1])
+                left_out |= {meant} if isinstance(meant, str) else {*meant.tensors}
             else:
                 left_out.add(meaning)
     # A user's rule for a tensor shows that the tensor is intended, unless it matches all tensors.
@@ -212,15 +212,15 @@ def _check_architecture(
     for names in models.values():
         about = (_rename(names, shapes), _rename(names, types), config, whole.folder)
         if request.target_names is not None:
-            found = check_architecture(*about, allow=request.allow, left_out=left_out)
+            checked = check_architecture(*about, allow=request.allow, left_out=left_out)
         else:
-            found = check_sharded_model(
+            checked = check_sharded_model(
                 *about,
                 allow=request.allow,
                 left_out=left_out,
                 is_meant=lambda name: any(rule.matches(name) for rule in by_hand),
             )
-        notes |= dict.fromkeys(found)
+        notes |= dict.fromkeys(checked)
     if len(models) > 1:
         listed = ", ".join(f"{prefix}* ({len(names)})" for prefix, names in models.items())
         notes[f"{len(models)} models with the same names are sharded: {listed}"] = None
@@ -485,8 +485,8 @@ def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]
         "source_names": None if named.from_names is None else named.from_names[0],
         "target_names": None if named.to_names is None else named.to_names[0],
     }
-    kept = {"cut": "as the source"} if request.keeps_layouts else {}
-    return {**request.list_recorded(), **plain, **kept}
+    extra = {"cut": "as the source"} if request.keeps_layouts else {}
+    return {**request.list_recorded(), **plain, **extra}
 
 
 def _keep_target(request: ConversionRequest, checkpoint: Checkpoint) -> ConversionRequest:
@@ -520,9 +520,9 @@ def _keep_target(request: ConversionRequest, checkpoint: Checkpoint) -> Conversi
                 f"{what} without `to`: {checkpoint.folder} is sharded over {ranks}, and its "
                 "layouts do not fit the new tensors. Give `to`, such as tp=2 or full"
             )
-    kept = checkpoint.mesh or checkpoint.ranks
+    mesh_or_ranks = checkpoint.mesh or checkpoint.ranks
     replicas = keep_replicas(request, format, checkpoint)
-    return request.replace(kept=kept, format=name, replicas=replicas)
+    return request.replace(kept=mesh_or_ranks, format=name, replicas=replicas)
 
 
 def keep_replicas(
@@ -698,10 +698,10 @@ def find_recipe(
         UsageError: `auto` without a config.json, or with a config.json that no shipped recipe fits;
             options without a recipe.
     """
-    found = _load(recipe, checkpoint)
+    loaded = _load(recipe, checkpoint)
     parsed = parse_options(options)
-    if found is not None:
-        return found.with_options(parsed)
+    if loaded is not None:
+        return loaded.with_options(parsed)
     if parsed:
         raise UsageError(
             f"the option {next(iter(parsed))!r} without a recipe that has it; name the recipe"
@@ -723,10 +723,10 @@ def _load(recipe: str | os.PathLike[str] | Recipe | None, checkpoint: Checkpoint
         raise UsageError(
             f"recipe 'auto' looks in config.json, and {checkpoint.folder} has none; name a recipe"
         )
-    found = choose_recipe(config)
-    if found is None:
+    chosen = choose_recipe(config)
+    if chosen is None:
         raise UsageError(describe_unknown_model(config, checkpoint.tensors))
-    return found
+    return chosen
 
 
 # The tensors of the target in their layouts, how rules and recipes matched if they were used, and
@@ -821,8 +821,8 @@ def _place_by_rules(
     # Equal tensors share an object: there may be very many.
     plan, write = lru_cache(maxsize=None)(PlannedTensor), lru_cache(maxsize=None)(str)
     for name in source.checkpoint.tensors:
-        known = source.recipe_names[name]
-        spec, layout = assignment.specs[known], assignment.layouts[known]
+        recipe_name = source.recipe_names[name]
+        spec, layout = assignment.specs[recipe_name], assignment.layouts[recipe_name]
         # A fused parameter is sharded like its members, so that ranks hold the same parts of them.
         if name in source.fused:
             fusion = source.fused[name]

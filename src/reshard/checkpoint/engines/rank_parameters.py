@@ -181,9 +181,7 @@ def _resolve(name: str, piece: SourcePiece, stored: StoredTensor) -> Iterator[Re
     first, along = located
     # The piece has a single index of any source dimension that is not among its own dimensions.
     steps = {
-        known[0]: (known[1], size)
-        for size, known in zip(piece.box.shape, along, strict=True)
-        if known
+        axis[0]: (axis[1], size) for size, axis in zip(piece.box.shape, along, strict=True) if axis
     }
     for cell in cells:
         part: Region | None = cell
@@ -193,9 +191,9 @@ def _resolve(name: str, piece: SourcePiece, stored: StoredTensor) -> Iterator[Re
             continue
         columns = [
             (0, size, 0)
-            if known is None
-            else (part.start[known[0]], part.stop[known[0]], part.strides[known[0]])
-            for size, known in zip(piece.box.shape, along, strict=True)
+            if axis is None
+            else (part.start[axis[0]], part.stop[axis[0]], part.strides[axis[0]])
+            for size, axis in zip(piece.box.shape, along, strict=True)
         ]
         origin = piece.box.start
         yield Region(
@@ -382,10 +380,10 @@ def load_parameters(
     check_sources(layout, checkpoint)
     own = layout.rank(rank)
     if names is None:
-        wanted = [name for name, parameter in own.parameters.items() if not parameter.unfilled]
+        requested = [name for name, parameter in own.parameters.items() if not parameter.unfilled]
     else:
-        wanted = list(names)
-        for name in wanted:
+        requested = list(names)
+        for name in requested:
             if name not in own.parameters:
                 raise UsageError(f"rank {rank} of {layout.engine} has no parameter {name!r}")
             if own.parameters[name].unfilled:
@@ -396,13 +394,13 @@ def load_parameters(
     # Parameters that share memory are read once.
     first = {name: group[0] for group in own.tied for name in group}
     parameters = RankParameters(checkpoint)
-    for name in dict.fromkeys(first.get(name, name) for name in wanted):
+    for name in dict.fromkeys(first.get(name, name) for name in requested):
         parameters.add_parameter(own.parameters[name], name)
     bound = parameters.bound
     whole = {name: Layout.whole(tensor.shape, [0], 1) for name, tensor in bound.tensors.items()}
     if out is not None:
         # The last of equal keys counts: of tied parameters, the first is filled.
-        out = {first.get(name, name): out[name] for name in reversed(wanted) if name in out}
+        out = {first.get(name, name): out[name] for name in reversed(requested) if name in out}
     options = LoadOptions(out=out, threads=threads, readers_on_host=readers_on_host)
     arrays = load_layouts(bound, whole, 0, options)
-    return {name: arrays[first.get(name, name)] for name in wanted}
+    return {name: arrays[first.get(name, name)] for name in requested}

@@ -197,21 +197,21 @@ _OTHER_STORES = {
 }
 
 
-def describe_missing(given: str | os.PathLike[str]) -> str:
+def describe_missing(location: str | os.PathLike[str]) -> str:
     """Return the error text for a path that does not exist, such as a mistyped address.
 
     >>> describe_missing("s3:/bucket/model")
     'no checkpoint at s3:/bucket/model: there is no such path; its address would be \
 s3://bucket/model'
     """
-    if isinstance(given, RemotePath):
-        return f"no checkpoint at {given}: there is nothing of that name"
-    given = os.fspath(given)
-    address = re.fullmatch(_ADDRESS, given, re.DOTALL)
+    if isinstance(location, RemotePath):
+        return f"no checkpoint at {location}: there is nothing of that name"
+    location = os.fspath(location)
+    address = re.fullmatch(_ADDRESS, location, re.DOTALL)
     scheme = "" if address is None else address[1].lower()
     if address is not None and address[2] == "/" and scheme in PARTS:
         return (
-            f"no checkpoint at {given}: there is no such path; its address would be "
+            f"no checkpoint at {location}: there is no such path; its address would be "
             f"{scheme}://{address[3]}"
         )
     if address is not None and scheme in _OTHER_STORES:
@@ -220,14 +220,14 @@ s3://bucket/model'
             f"no checkpoint at {scheme}://{address[3]}: of addresses {', '.join(PARTS)} are "
             f"read; copy it here first, such as with `{_OTHER_STORES[scheme]}`"
         )
-    path = Path(given)
-    text = f"no checkpoint at {given}: there is nothing of that name"
+    path = Path(location)
+    text = f"no checkpoint at {location}: there is nothing of that name"
     with suppress(OSError):
         if path.is_symlink():
-            return f"no checkpoint at {given}: a link to {os.readlink(path)}, which is not there"
+            return f"no checkpoint at {location}: a link to {os.readlink(path)}, which is not there"
         parent = path.parent
         if not parent.is_dir():
-            if HUB_NAME.fullmatch(given):
+            if HUB_NAME.fullmatch(location):
                 return f"{text}; to read a model of the Hub, pip install 'reshard[hf]'"
             while not parent.is_dir() and parent != parent.parent:
                 parent = parent.parent
@@ -247,14 +247,14 @@ def describe_folder(path: Path) -> str | None:
     if wrong is not None:
         return wrong
     for pattern, what, remedy in _FOLDERS:
-        found = [name for name in names if fnmatchcase(name, pattern)]
-        if found:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if matching:
             how = f"; {remedy}" if remedy else ""
-            return f"{path} is {what} ({list_some(found)}), which cannot be read as it is{how}"
+            return f"{path} is {what} ({list_some(matching)}), which cannot be read as it is{how}"
     for pattern in _PARTIAL:
-        found = [name for name in names if fnmatchcase(name, pattern)]
-        if found:
-            return f"{path} has {list_some(found)}: its download did not finish; go on with it"
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if matching:
+            return f"{path} has {list_some(matching)}: its download did not finish; go on with it"
     return None
 
 

@@ -175,7 +175,11 @@ def find_missing_axes(
             problem = problem or str(error)
             continue
         wrong = next(
-            filter(None, (_find_contradiction(n, parts[n], *of) for n, of in result.items())), None
+            filter(
+                None,
+                (_find_contradiction(n, parts[n], *placement) for n, placement in result.items()),
+            ),
+            None,
         )
         if wrong is None:
             return result, mesh

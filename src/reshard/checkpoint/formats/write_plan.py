@@ -283,8 +283,8 @@ def _find_first_equal_parts(table: RunTable) -> IntArray:
     alone = np.flatnonzero(count[single.part] == 1)
     if len(alone):
         runs = np.stack([single.start, single.length, single.role], axis=1)[alone]
-        _, at, of = find_distinct(runs)
-        first[single.part[alone]] = single.part[alone][at][of]
+        _, at, numbers = find_distinct(runs)
+        first[single.part[alone]] = single.part[alone][at][numbers]
     seen: dict[tuple[tuple[int, int, int, int], ...], int] = {}
     for part in np.flatnonzero(count > 1).tolist():
         first[part] = seen.setdefault(tuple(table.runs_of(part)), part)

@@ -157,12 +157,12 @@ def plan_for_pretrained(
         allow=request.allow,
         left_out=left_out,
     )
-    weights, found, tied_notes = store_tied_once(weights, files.config)
-    check_scales(find_unscaled(weights, found), checkpoint.folder, request.allow)
+    weights, tied_config, tied_notes = store_tied_once(weights, files.config)
+    check_scales(find_unscaled(weights, tied_config), checkpoint.folder, request.allow)
     apart = find_absorbed(take_weights(checkpoint).tensors, weights.tensors)
-    changed = _change_elements(weights, found, request)
+    changed = _change_elements(weights, tied_config, request)
     weights = changed.checkpoint
-    content = config_bytes(with_dtype(found, most_common_type(weights)))
+    content = config_bytes(with_dtype(tied_config, most_common_type(weights)))
     notes = [
         *weights.notes,
         *names.notes,
@@ -256,13 +256,13 @@ def _name_left_out(
     """Return the architecture's names of the tensors that the user left out by name."""
     is_llama = names.convention in CONVENTIONS
     table = None if is_llama else names_of("source_names", names.convention, recipe, config)
-    found: set[str] = set()
+    left_out: set[str] = set()
     for item in list_left_out(checkpoint, request.selection):
         name = model_name(item).removeprefix(names.prefix)
         name = translate_name(name) if is_llama else name
         meaning = name if table is None else find_meaning(name, table[1])
-        found |= {meaning} if isinstance(meaning, str) else {*meaning.tensors}
-    return frozenset(found)
+        left_out |= {meaning} if isinstance(meaning, str) else {*meaning.tensors}
+    return frozenset(left_out)
 
 
 def _describe_renames(checkpoint: Checkpoint, request: ConversionRequest) -> list[str]:

@@ -46,28 +46,28 @@ class ModelFiles(NamedTuple):
 
 
 def find_model_files(
-    checkpoint: Checkpoint, given: str | os.PathLike[str] | None = None
+    checkpoint: Checkpoint, config: str | os.PathLike[str] | None = None
 ) -> ModelFiles:
     """Return the config of a checkpoint's model, and the files next to it.
 
     Args:
         checkpoint: the checkpoint whose folder is searched.
-        given: a folder with config.json, or the path of a config.json.
+        config: a folder with config.json, or the path of a config.json.
 
     Raises:
         UsageError: a value that is not a path.
         CheckpointError: no config.json.
         FormatError: a config.json that is not a JSON object, or does not name a type of model.
     """
-    if given is not None:
-        if not isinstance(given, str | os.PathLike):
-            raise UsageError(f"a config {given!r}; give the path of a folder or of config.json")
-        path = as_path(given)
+    if config is not None:
+        if not isinstance(config, str | os.PathLike):
+            raise UsageError(f"a config {config!r}; give the path of a folder or of config.json")
+        path = as_path(config)
         path = path / CONFIG if path.is_dir() else path
         if not path.is_file():
             raise CheckpointError(
-                f"no config.json at {given}; name the folder of the model that was trained, or its "
-                "config.json"
+                f"no config.json at {config}; name the folder of the model that was trained, or "
+                "its config.json"
             )
     else:
         folder = checkpoint.folder

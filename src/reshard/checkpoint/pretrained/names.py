@@ -196,12 +196,12 @@ def _matcher_of(recipe: Recipe) -> Callable[[str], bool]:
     stacked = _matches_any(recipe.names.get(STACKED, {}))
     # A rule for all other tensors matches any name.
     rules = [rule for rule in recipe.rules if rule.pattern.strip("*")]
-    known: dict[str, bool] = {}
+    results: dict[str, bool] = {}
 
     def matches(name: str) -> bool:
-        if name not in known:
-            known[name] = any(rule.matches(name) for rule in rules) or stacked(name)
-        return known[name]
+        if name not in results:
+            results[name] = any(rule.matches(name) for rule in rules) or stacked(name)
+        return results[name]
 
     return matches
 
@@ -305,9 +305,9 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
         weights = [name for name in checkpoint.tensors if name in placed]
         # Stage 3 of ZeRO stores weights only as 32-bit weights in optimizer state.
         alone = {
-            kept[MASTER]: parameter
-            for parameter, kept in state.optimizer.items()
-            if MASTER in kept and parameter not in state.weights
+            states[MASTER]: parameter
+            for parameter, states in state.optimizer.items()
+            if MASTER in states and parameter not in state.weights
         }
         weights += alone
         optimizer = [name for name in optimizer if name not in alone]
@@ -369,8 +369,10 @@ def _describe_rest(
     checkpoint: Checkpoint, new: dict[str, str | None], optimizer: Sequence[str]
 ) -> list[str]:
     """Return a note on the tensors and values that are left out, or an empty list."""
-    known = {*optimizer}
-    others = [name for name in checkpoint.tensors if new[name] is None and name not in known]
+    optimizer_names = {*optimizer}
+    others = [
+        name for name in checkpoint.tensors if new[name] is None and name not in optimizer_names
+    ]
     beside = [*checkpoint.items, *checkpoint.values, *checkpoint.attributes]
     beside += [*dict(checkpoint.unread), *checkpoint.unreadable]
     parts = [
@@ -456,8 +458,8 @@ def in_transformers_names(
             "is not known here, only that of their Llama; save it in Hugging Face's names by the "
             "program that trained it"
         )
-    found = convention or _find_convention(source, first)
-    if found == "meta" and (source.folder / PARAMETERS).is_file():
+    detected = convention or _find_convention(source, first)
+    if detected == "meta" and (source.folder / PARAMETERS).is_file():
         _expect_same_model(source.folder, config)
     new: dict[str, str | None] = {}
     for name in weights.tensors:
@@ -468,10 +470,10 @@ def in_transformers_names(
         new[name] = _find_translation(bare)
         if new[name] is None:
             raise CheckpointError(
-                f"{source.folder} has {name!r}, which no Llama of {found} has: it is of another of "
-                "its models, in which order that keeps the rows of queries and keys is not known "
-                "here; save it in Hugging Face's names by the program that trained it, or leave "
-                "the tensor out with --exclude"
+                f"{source.folder} has {name!r}, which no Llama of {detected} has: it is of another "
+                "of its models, in which order that keeps the rows of queries and keys is not "
+                "known here; save it in Hugging Face's names by the program that trained it, or "
+                "leave the tensor out with --exclude"
             )
     named = by_new_names(weights, new)
     heads = config.get("num_attention_heads", 32)
@@ -482,13 +484,13 @@ def in_transformers_names(
         if _QUERIES.fullmatch(name) or _KEYS.fullmatch(name)
     }
     note = (
-        f"the names are those of {found}: rows of {len(moved)} tensors of queries and keys (first: "
-        f"{next(iter(moved), '')}) are put from pairs in the order of transformers"
+        f"the names are those of {detected}: rows of {len(moved)} tensors of queries and keys "
+        f"(first: {next(iter(moved), '')}) are put from pairs in the order of transformers"
     )
     checksums = read_again(named.checksums, moved)
     tensors = {**named.tensors, **moved}
     notes = (*named.notes, note)
-    return named.replace(tensors=tensors, checksums=checksums, notes=notes), found
+    return named.replace(tensors=tensors, checksums=checksums, notes=notes), detected
 
 
 def describe_plain_rename(old: Mapping[str, str]) -> str | None:

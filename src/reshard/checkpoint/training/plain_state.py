@@ -72,12 +72,12 @@ def in_plain_values(checkpoint: Checkpoint, *, keeps_others: bool = False) -> Ch
     Other items are its `unread`, or stay items if `keeps_others`.
     """
     values, unread = decode_items(checkpoint, checkpoint.items)
-    kept = {n: item for n, item in checkpoint.items.items() if keeps_others and n in unread}
+    items = {n: item for n, item in checkpoint.items.items() if keeps_others and n in unread}
     return dataclasses.replace(
         checkpoint,
-        items=kept,
+        items=items,
         values={**checkpoint.values, **values},
-        unread=(*checkpoint.unread, *((n, why) for n, why in unread.items() if n not in kept)),
+        unread=(*checkpoint.unread, *((n, why) for n, why in unread.items() if n not in items)),
     )
 
 
@@ -179,20 +179,20 @@ def find_groups(values: Mapping[str, Any], state: TrainingState) -> list[dict[st
             own = _collect_by_number(inside)
         else:
             own = _collect_by_parameter(inside)
-        known = state.numbers.get(container)
+        names = state.numbers.get(container)
         for group in own:
             members = group.get(PARAMETERS)
             if isinstance(members, list):
-                group[PARAMETERS] = [_name_member(member, known) for member in members]
+                group[PARAMETERS] = [_name_member(member, names) for member in members]
         groups += own
     return groups
 
 
-def _name_member(member: Any, known: tuple[str, ...] | None) -> Any:
+def _name_member(member: Any, names: tuple[str, ...] | None) -> Any:
     if isinstance(member, str):
         return bare_name(member)
-    is_number = type(member) is int and known is not None and 0 <= member < len(known)
-    return known[member] if known is not None and is_number else member
+    is_number = type(member) is int and names is not None and 0 <= member < len(names)
+    return names[member] if names is not None and is_number else member
 
 
 def _collect_by_number(inside: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -221,14 +221,14 @@ def differing_values(a: Checkpoint, b: Checkpoint) -> Iterator[tuple[str, str]]:
     left, right = dict(_list_leaves(a.values)), dict(_list_leaves(b.values))
     formats = [item for item in (find_format(a.format), find_format(b.format)) if item is not None]
     for name in [*left, *(name for name in right if name not in left)]:
-        found = [side[name] for side in (left, right) if name in side]
+        values = [side[name] for side in (left, right) if name in side]
         # Two sides with a single text; a value that only a side has never passes.
-        if len({*map(repr, found)}) == len(found) - 1:
+        if len({*map(repr, values)}) == len(values) - 1:
             continue
-        if any(all(format_.is_own_value(name, value) for value in found) for format_ in formats):
+        if any(all(format_.is_own_value(name, value) for value in values) for format_ in formats):
             continue
-        if len(found) == 2:
-            yield name, f"is {found[0]!r} and {found[1]!r}"
+        if len(values) == 2:
+            yield name, f"is {values[0]!r} and {values[1]!r}"
         else:
             yield name, f"is only in {(a if name in left else b).folder}"
 

@@ -173,31 +173,35 @@ class StateSharding:
     def _find_prefix(self, bare: str) -> str:
         return next((prefix for prefix in self._prefixes if bare.startswith(prefix)), "")
 
-    def spread(self, found: Assignment, mesh: DeviceMesh) -> Assignment:
+    def spread(self, assignment: Assignment, mesh: DeviceMesh) -> Assignment:
         """Return the assignment of all tensors, given the assignment of the leaders."""
         if not self._followers and not self._whole:
-            return found
+            return assignment
         whole = {name: spec(mesh, "...", ndim=len(self.shapes[name])) for name in self._whole}
         layouts = {name: sharding.layout(self.shapes[name]) for name, sharding in whole.items()}
-        found = found.replace(
-            specs={**found.specs, **whole},
-            layouts={**found.layouts, **layouts},
-            notes=(*found.notes, *self._notes),
+        assignment = assignment.replace(
+            specs={**assignment.specs, **whole},
+            layouts={**assignment.layouts, **layouts},
+            notes=(*assignment.notes, *self._notes),
         )
-        return found.follow(self.shapes, self._followers)
+        return assignment.follow(self.shapes, self._followers)
 
     def spread_layouts(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
         """Return the layouts of all tensors, given the layouts of the leaders."""
-        found = dict(layouts)
+        all_layouts = dict(layouts)
         for name, (leader, _) in self._followers.items():
-            own = layouts[leader]
-            is_same = self.shapes[name] == own.shape
-            holders = own.holders or (0,)
-            found[name] = own if is_same else _hold_whole(self.shapes[name], holders, own.slots)
+            leader_layout = layouts[leader]
+            is_same = self.shapes[name] == leader_layout.shape
+            holders = leader_layout.holders or (0,)
+            all_layouts[name] = (
+                leader_layout
+                if is_same
+                else _hold_whole(self.shapes[name], holders, leader_layout.slots)
+            )
         for name in self._whole:
             slots = max((layout.slots for layout in layouts.values()), default=1)
-            found[name] = _hold_whole(self.shapes[name], tuple(range(slots)), slots)
-        return {name: found[name] for name in self.shapes}
+            all_layouts[name] = _hold_whole(self.shapes[name], tuple(range(slots)), slots)
+        return {name: all_layouts[name] for name in self.shapes}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -222,19 +226,19 @@ def find_dims(parameter: Shape, state: Shape, key: str) -> Dims | None:
         return (None,) * len(state)
     if len(state) == len(parameter):
         pairs = [*zip(parameter, state, strict=True)]
-        if all(own in (size, 1) for size, own in pairs):
-            return tuple(None if own == 1 else d for d, (_, own) in enumerate(pairs))
+        if all(length in (size, 1) for size, length in pairs):
+            return tuple(None if length == 1 else d for d, (_, length) in enumerate(pairs))
         return None
     if len(state) != len(parameter) - 1:
         return None
-    kept = [
+    candidates = [
         tuple(d for d in range(len(parameter)) if d != left_out)
         for left_out in range(len(parameter))
     ]
-    fitting = [dims for dims in kept if tuple(parameter[d] for d in dims) == state]
+    fitting = [dims for dims in candidates if tuple(parameter[d] for d in dims) == state]
     if len(fitting) > 1:
-        wanted = kept[-1] if "row" in key else kept[-2] if "col" in key else None
-        fitting = [dims for dims in fitting if dims == wanted]
+        expected = candidates[-1] if "row" in key else candidates[-2] if "col" in key else None
+        fitting = [dims for dims in fitting if dims == expected]
     return fitting[0] if len(fitting) == 1 else None
 
 

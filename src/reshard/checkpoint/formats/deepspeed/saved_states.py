@@ -231,10 +231,10 @@ def read_partition(folder: Path, name: str) -> Partition:
         raise part.wrong("partition_count", counts, f"one for each of {len(masters)} groups")
     # Stages 1 and 2 save float32 weights without the padding at their ends, so that another number
     # of ranks can concatenate them; the bfloat16 optimizer, which has no stage, saves the padding.
-    given = part.take_list("group_paddings", optional=True) if stage in (1, 2) else ()
-    paddings = [*given] if len(given) == len(masters) else [0] * len(masters)
+    stored_paddings = part.take_list("group_paddings", optional=True) if stage in (1, 2) else ()
+    paddings = [*stored_paddings] if len(stored_paddings) == len(masters) else [0] * len(masters)
     if not all(map(is_size, paddings)):
-        raise part.wrong("group_paddings", given, "sizes")
+        raise part.wrong("group_paddings", stored_paddings, "sizes")
     for number, master in enumerate(masters):
         if (
             not isinstance(master, ArchivedTensor)
@@ -302,13 +302,13 @@ def _base_states(
 
 
 def _parameter_paddings(part: SavedPart) -> tuple[tuple[int, ...], ...] | None:
-    given = part.get("param_alignment_paddings")
-    if given is None:
+    paddings = part.get("param_alignment_paddings")
+    if paddings is None:
         return None
-    is_list = isinstance(given, list) and all(isinstance(group, list) for group in given)
-    if not is_list or not all(is_size(size) for group in given for size in group):
-        raise part.wrong("param_alignment_paddings", given, "lists of sizes")
-    return tuple(tuple(group) for group in given)
+    is_list = isinstance(paddings, list) and all(isinstance(group, list) for group in paddings)
+    if not is_list or not all(is_size(size) for group in paddings for size in group):
+        raise part.wrong("param_alignment_paddings", paddings, "lists of sizes")
+    return tuple(tuple(group) for group in paddings)
 
 
 def _shapes(part: SavedPart, group: object) -> Mapping[str, Shape]:
@@ -404,8 +404,8 @@ def add_model_values(values: PlainValues, model: ModelState, add_tensor: AddTens
     frozen = [*model.frozen]
     if not frozen and model.groups:
         # Files that do not list the parameters that no optimizer has.
-        known = {*model.shapes, *model.buffers, *model.shared}
-        frozen = [name for name in model.module or {} if name not in known]
+        listed = {*model.shapes, *model.buffers, *model.shared}
+        frozen = [name for name in model.module or {} if name not in listed]
     if frozen:
         values.add("frozen_params", frozen, label=model.file)
 
@@ -450,8 +450,8 @@ class WholeOptimizer(NamedTuple):
         """Return the shape of a parameter: of its weights, or of its largest state."""
         if number in self.masters:
             return self.masters[number].shape
-        kept = [v.shape for v in self.states.get(number, {}).values() if _is_tensor(v)]
-        return max(kept, key=lambda shape: (len(shape), math.prod(shape)), default=None)
+        shapes = [v.shape for v in self.states.get(number, {}).values() if _is_tensor(v)]
+        return max(shapes, key=lambda shape: (len(shape), math.prod(shape)), default=None)
 
 
 def list_optimizers(
@@ -543,10 +543,10 @@ def list_local_weights(
 
     `dense` are the weights of all ranks. The experts of a layer are divided evenly over ranks.
     """
-    ranks = 1 + max((rank for rank, own in saved.expert_optimizers if own == mp), default=0)
+    ranks = 1 + max((rank for rank, mp_rank in saved.expert_optimizers if mp_rank == mp), default=0)
     layers: dict[int, list[int]] = {}
-    for layer, expert, own in sorted(saved.experts):
-        if own == mp:
+    for layer, expert, mp_rank in sorted(saved.experts):
+        if mp_rank == mp:
             layers.setdefault(layer, []).append(expert)
     weights = [*dense]
     for layer, numbers in layers.items():
@@ -556,7 +556,11 @@ def list_local_weights(
             for name, archived in tensors.items():
                 match = match_expert(name)
                 before = match[1].removesuffix("experts.deepspeed_experts.") if match else ""
-                places = [i for i, (known, _) in enumerate(weights) if known.startswith(before)]
+                places = [
+                    i
+                    for i, (weight_name, _) in enumerate(weights)
+                    if weight_name.startswith(before)
+                ]
                 at = places[-1] + 1 if places else len(weights)
                 weights.insert(at, (name, archived.shape))
     return weights
@@ -579,18 +583,18 @@ def name_members(
     return named
 
 
-def merge_groups(known: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+def merge_groups(merged: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Add another rank's parameters to groups, whose hyper-parameters are equal on all ranks.
 
-    >>> known = [{"lr": 0.1, "params": ["a"]}]
-    >>> merge_groups(known, [{"lr": 0.1, "params": ["a", "b"]}])
-    >>> known
+    >>> merged = [{"lr": 0.1, "params": ["a"]}]
+    >>> merge_groups(merged, [{"lr": 0.1, "params": ["a", "b"]}])
+    >>> merged
     [{'lr': 0.1, 'params': ['a', 'b']}]
     """
     for number, group in enumerate(groups):
-        if number == len(known):
-            known.append(group)
+        if number == len(merged):
+            merged.append(group)
             continue
-        names = known[number]["params"]
+        names = merged[number]["params"]
         seen = {*names}
         names += [name for name in group["params"] if name not in seen]

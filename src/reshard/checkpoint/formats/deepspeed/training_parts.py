@@ -296,10 +296,10 @@ def _sort_rest(
     rest: list[str], values: Mapping[str, Any], shapes: Mapping[str, Shape], notes: list[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the buffers, the frozen parameters and the tensors of a user's state."""
-    known = values.get("buffer_names")
-    if isinstance(known, list):
+    buffer_names = values.get("buffer_names")
+    if isinstance(buffer_names, list):
         of_frozen = {*_named_frozen(values)}
-        buffers = tuple(name for name in rest if name in {*known})
+        buffers = tuple(name for name in rest if name in {*buffer_names})
         frozen = tuple(name for name in rest if name in of_frozen)
         return buffers, frozen, tuple(n for n in rest if n not in {*buffers, *frozen})
     frozen = tuple(
@@ -362,8 +362,8 @@ class FlatPlan(Record):
     @cached_property
     def holders(self) -> Mapping[str, tuple[int, ...]]:
         """The ranks that have a part of each parameter's buffer."""
-        every = [copy for copies in self.copies for copy in copies]
-        return {name: copy.ranks for copy in every for name in copy.names}
+        group_copies = [copy for copies in self.copies for copy in copies]
+        return {name: copy.ranks for copy in group_copies for name in copy.names}
 
     def used(self, buffer: int, rank: int, shapes: Mapping[str, Shape]) -> int:
         """Return the elements of a rank's buffer before its final padding, stages 1 and 2."""

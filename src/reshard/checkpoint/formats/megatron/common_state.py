@@ -111,7 +111,7 @@ def add_optimizer(plain: PlainValues, state: Any, read: ReadStorage | None = Non
     `read` returns the storage of a small tensor in it. Groups have no parameters until
     `set_groups`.
     """
-    known = plain.values.setdefault(GROUPS, [])
+    plain_groups = plain.values.setdefault(GROUPS, [])
     for optimizer in chain_of(state):
         inner = optimizer.get("optimizer", optimizer)
         if not isinstance(inner, dict):
@@ -120,12 +120,14 @@ def add_optimizer(plain: PlainValues, state: Any, read: ReadStorage | None = Non
         groups = inner.get("param_groups")
         for group in groups if isinstance(groups, list) else []:
             if isinstance(group, dict):
-                known.append(plain_attributes({k: v for k, v in group.items() if type(k) is str}))
+                plain_groups.append(
+                    plain_attributes({k: v for k, v in group.items() if type(k) is str})
+                )
         common = inner.get("state")
         if isinstance(common, dict) and "common_step" in common:
             step = common["common_step"]
             plain.values[COMMON_STEP] = step if isinstance(step, int | float) else None
-            for group in known:
+            for group in plain_groups:
                 group.setdefault("step", plain.values[COMMON_STEP])
         for key, value in optimizer.items():
             if key == _SCALER:
@@ -143,10 +145,10 @@ def _add_scaler(plain: PlainValues, state: Any, read: ReadStorage | None) -> Non
         if is_number and scale.dtype is _FLOAT32 and read is not None:
             content = np.frombuffer(read(scale), scale.dtype.numpy)
             state[_SCALE] = float(content[scale.view.offset])
-    known = {name: plain.values[name] for name in plain.values if name.startswith(SCALER)}
+    present = {name: plain.values[name] for name in plain.values if name.startswith(SCALER)}
     scaler = PlainValues()
     add_state(scaler, ("optimizer", _SCALER), state)
-    if known != scaler.values or not known:
+    if present != scaler.values or not present:
         add_state(plain, ("optimizer", _SCALER), state)
 
 
@@ -232,8 +234,8 @@ def without_steps(new: NewCheckpoint) -> NewCheckpoint:
     """Return the contents without steps of parameters: Megatron's groups have them."""
     keys = {name: split_state_name(name) for name in new.tensors}
     steps = {name for name, split in keys.items() if split is not None and split[1] == STEP}
-    kept = {name: tensor for name, tensor in new.tensors.items() if name not in steps}
-    return dataclasses.replace(new, tensors=kept)
+    tensors = {name: tensor for name, tensor in new.tensors.items() if name not in steps}
+    return dataclasses.replace(new, tensors=tensors)
 
 
 def _without_namespaces(value: Any, depth: int = 4) -> Any:
@@ -299,8 +301,8 @@ def describe_decay(
             continue
         is_decayed = bool(decay) and group.get("wd_mult", group.get("pre_wd_mult", 1.0)) != 0
         for name in names:
-            kept = tensors.get(name) or tensors.get(state_name(str(name), MASTER))
-            if kept is not None and _decays(name, kept.layout.shape) != is_decayed:
+            tensor = tensors.get(name) or tensors.get(state_name(str(name), MASTER))
+            if tensor is not None and _decays(name, tensor.layout.shape) != is_decayed:
                 differing[is_decayed].append(name)
     if not differing[True] and not any(group.get("weight_decay") for group in groups_of(values)):
         # Without weight decay, it does not matter which group a parameter is in.
@@ -361,8 +363,8 @@ def nest_values(
     """
     values = {name: value for name, value in values.items() if not name.startswith("optimizer.")}
     values = with_parallelism(values, sizes)
-    known = {name: paths.get(name) or tuple(name.split(".")) for name in values}
-    state: dict[str, Any] = unflatten_state(values, settle_paths(values, known))
+    default_paths = {name: paths.get(name) or tuple(name.split(".")) for name in values}
+    state: dict[str, Any] = unflatten_state(values, settle_paths(values, default_paths))
     arguments = state.get("args")
     if isinstance(arguments, dict):
         own = {key: _as_type(value) for key, value in arguments.items()}

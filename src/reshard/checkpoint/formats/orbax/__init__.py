@@ -55,8 +55,8 @@ def find_tree(path: Path) -> TreeFolder | None:
         CheckpointError: a save that was not finished; several items, none of which is preferred.
     """
     if not path.is_dir():
-        known = path.name in (METADATA_NAME, MANIFEST_NAME)
-        return (path.parent, ()) if known and _has_tree(path.parent) else None
+        is_tree_file = path.name in (METADATA_NAME, MANIFEST_NAME)
+        return (path.parent, ()) if is_tree_file and _has_tree(path.parent) else None
     if _has_tree(path):
         if _UNFINISHED in path.name:
             raise CheckpointError(
@@ -154,10 +154,10 @@ class OrbaxFormat(CheckpointFormat):
         """Describe the checkpoint of the tree."""
         from reshard.checkpoint.formats.orbax.reader import read
 
-        found = find_tree(path)
-        if found is None:
+        tree_folder = find_tree(path)
+        if tree_folder is None:
             raise CheckpointError(f"no tree of Orbax in {path}; give the folder of `_METADATA`")
-        return read(*found)
+        return read(*tree_folder)
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
         """Describe the checkpoint with digests, in the names of the tree."""

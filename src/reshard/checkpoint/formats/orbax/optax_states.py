@@ -67,12 +67,12 @@ _ChainState = dict[str, dict[TreePath, None]]
 def _find_keys(state: _ChainState, *, has_count: bool, has_coefficients: bool) -> dict[str, str]:
     """Return the key of each node of a state."""
     mu, nu = state.get(_MU), state.get(_NU)
-    known = _ALONE
+    keys = _ALONE
     if mu and nu and mu.keys() == nu.keys():
-        known = _ADAM if has_count else _CENTERED
+        keys = _ADAM if has_count else _CENTERED
     elif mu and has_coefficients:
-        known = {_MU: "momentum_buffer"}
-    return {node: known.get(node, node) for node in state}
+        keys = {_MU: "momentum_buffer"}
+    return {node: keys.get(node, node) for node in state}
 
 
 def _name(path: TreePath) -> str:
@@ -132,17 +132,17 @@ def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
     # Nodes whose leaves do not correspond to parameters, or in a tree without weights.
     foreign: dict[TreePath, _ChainState] = {}
     for path, first in inside.items():
-        known = (
+        depths = (
             at
             for at in range(first, len(path) - 1)
             if isinstance(path[at], str) and path[at + 1 :] in leaves
         )
-        at, kept = next(known, None), states
+        at, target = next(depths, None), states
         if at is None:
             moments = (n for n in range(first, len(path) - 1) if path[n] in (_MU, _NU))
-            at, kept = next(moments, None), foreign
+            at, target = next(moments, None), foreign
         if at is not None:
-            state = kept.setdefault(path[:at], {})
+            state = target.setdefault(path[:at], {})
             state.setdefault(str(path[at]), {})[path[at + 1 :]] = None
     for place, state in foreign.items():
         mu, nu = state.get(_MU), state.get(_NU)
@@ -176,18 +176,18 @@ def place_states(
      'optimizer.state.w.step': ('opt_state', 0, 'count')}
     """
     there = dict.fromkeys(names)
-    kept: dict[str, dict[str, str]] = {}
+    names_by_key: dict[str, dict[str, str]] = {}
     for name in there:
         split = split_state_name(name)
         # State that was read from Orbax has a path.
         if split is not None and paths.get(name, (name,)) == (name,):
             parameter, key = split
-            kept.setdefault(parameter, {})[key] = name
+            names_by_key.setdefault(parameter, {})[key] = name
     result: dict[str, TreePath] = {}
     used: dict[int, set[int]] = {}
-    for parameter, keys in kept.items():
-        known = (place for place in _PLACES if place[0].keys() <= keys.keys())
-        nodes, number, empty = next(known, ({}, 0, ()))
+    for parameter, keys in names_by_key.items():
+        candidates = (place for place in _PLACES if place[0].keys() <= keys.keys())
+        nodes, number, empty = next(candidates, ({}, 0, ()))
         leaf: TreePath = tuple(parameter.split("."))
         weight = paths.get(f"{_PARAMS}.{parameter}", paths.get(parameter, ()))
         if weight[:1] == (_PARAMS,):

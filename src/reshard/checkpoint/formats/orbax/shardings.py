@@ -40,16 +40,16 @@ def read_shardings(folder: Path) -> dict[str, ShardingSpec]:
     except (ValueError, AttributeError, RecursionError):
         return {}
     # Arrays of a model share few shardings.
-    known: dict[str, ShardingSpec | None] = {}
+    parsed: dict[str, ShardingSpec | None] = {}
     for key, text in pairs:
         try:
             name = base64.b64decode(key, validate=True).decode()
         except (binascii.Error, ValueError):
             continue
         if isinstance(text, str):
-            if text not in known:
-                known[text] = _read(text)
-            sharding = known[text]
+            if text not in parsed:
+                parsed[text] = _read(text)
+            sharding = parsed[text]
             if sharding is not None:
                 result[name] = sharding
     return result
@@ -141,7 +141,7 @@ def sharding_bytes(mesh: DeviceMesh | None, specs: Mapping[str, str | None]) -> 
 
     JAX expects an entry for every array: arrays with other shardings than its own are replicated.
     """
-    found = {}
+    encoded = {}
     for name, text in specs.items():
         if mesh is None:
             continue
@@ -154,8 +154,8 @@ def sharding_bytes(mesh: DeviceMesh | None, specs: Mapping[str, str | None]) -> 
             "partition_spec": entries or [],
             "device_mesh": {"mesh": _nest_ids(list(mesh.devices), list(mesh.shape))},
         }
-        found[base64.b64encode(name.encode()).decode()] = json.dumps(described)
-    return json.dumps(found).encode()
+        encoded[base64.b64encode(name.encode()).decode()] = json.dumps(described)
+    return json.dumps(encoded).encode()
 
 
 def _list_entries(mesh: DeviceMesh, text: str) -> list[str | list[str] | None] | None:

@@ -157,12 +157,12 @@ def _merge_step_counts(
 
     Raises UsageError for other names that share a path, or whose path is inside another's.
     """
-    kept = dict(tensors)
+    remaining = dict(tensors)
     by_path: dict[tuple[str, ...], str] = {}
     for name, path in paths.items():
         key = tuple(map(str, path))
         if key in by_path and is_count(path):
-            kept.pop(name, None)
+            remaining.pop(name, None)
             continue
         if key in by_path:
             raise UsageError(
@@ -177,7 +177,7 @@ def _merge_step_counts(
                 raise UsageError(
                     f"{outer!r} has a path in the tree that {name!r} extends; rename one of them"
                 )
-    return kept
+    return remaining
 
 
 @lru_cache(maxsize=4096)

@@ -413,14 +413,14 @@ class PackedChunk(DerivedPart):
 
     def _check(self, read: ReadRange, start: int, size: int) -> None:
         """Verify the CRC-32C that follows the stored bytes."""
-        found = 0
+        checksum = 0
         # A chunk may be a shard of any size.
         for at in range(0, size, PIECE_BYTES):
-            found = crc32c(read(start + at, min(PIECE_BYTES, size - at)), found)
+            checksum = crc32c(read(start + at, min(PIECE_BYTES, size - at)), checksum)
         stored = int.from_bytes(read(start + size, _CHECKSUM_BYTES), "little")
-        if found != stored:
+        if checksum != stored:
             raise DigestError(
-                f"{self.label} is not what was written: its CRC-32C is {found:08x}, and "
+                f"{self.label} is not what was written: its CRC-32C is {checksum:08x}, and "
                 f"{stored:08x} by the file; fetch it again"
             )
 

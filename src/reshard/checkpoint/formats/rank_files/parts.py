@@ -267,12 +267,12 @@ def _attributes(value: Any) -> dict[Any, Any]:
 def _dtype_and_shape(where: str, call: Call) -> tuple[DType, tuple[int, ...]]:
     """Return the type and shape in the call of a wrapper's class."""
     # `_rebuild_wrapper_subclass` has class, element type, size, strides, offset, and more.
-    made = call.arguments[2]
-    shape = as_sizes(made[2])
-    if shape is None or not isinstance(made[1], Global):
+    arguments = call.arguments[2]
+    shape = as_sizes(arguments[2])
+    if shape is None or not isinstance(arguments[1], Global):
         raise ValueError("no element type and shape")
     try:
-        return as_dtype(made[1].name), shape
+        return as_dtype(arguments[1].name), shape
     except UsageError as error:
         raise UnreadableTensorError(f"of {error}") from error
 
@@ -336,12 +336,12 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
         FormatError: a file that is damaged, or not a state.
     """
     states = RankStates({}, {}, {}, {})
-    every = [folder / file.name for files in groups.values() for file in files]
+    paths = [folder / file.name for files in groups.values() for file in files]
     contents = map_paths(
         lambda path: (
             _read_safetensors(path) if path.name.endswith(SUFFIX) else reading.read_torch_file(path)
         ),
-        every,
+        paths,
     )
     for kind, files in groups.items():
         values: dict[str, dict[int, Any]] = {}
@@ -352,10 +352,10 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
             begin = OPTIMIZER_PREFIX if kind == OPTIMIZER else ""
             states.unreadable.update({begin + n: why for n, why in unreadable.items()})
             for name, part in parts.items():
-                own = name_of_rank(name, file.rank, len(files)) if kind == EXTRA else name
+                full_name = name_of_rank(name, file.rank, len(files)) if kind == EXTRA else name
                 if kind == OPTIMIZER:
-                    own = OPTIMIZER_PREFIX + name
-                states.parts.setdefault(own, {})[file.rank] = file.name, part
+                    full_name = OPTIMIZER_PREFIX + name
+                states.parts.setdefault(full_name, {})[file.rank] = file.name, part
         for name, by_rank in values.items():
             name = OPTIMIZER_PREFIX + name if kind == OPTIMIZER else name
             listed = [*by_rank.values()]

@@ -47,7 +47,7 @@ def lacks_axis(parts: Parts) -> bool:
         return False
     if len(shardings) == 1 and (sharding := first.sharding) is not None:
         return not {*parts} <= {*sharding.mesh.devices}
-    boxes = [described for rank, of in parts.items() for described in _describe(rank, of[1])]
+    boxes = [described for rank, entry in parts.items() for described in _describe(rank, entry[1])]
     return len({box.box for box in boxes}) < len(boxes)
 
 

@@ -65,13 +65,13 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
             "neighbours on the last: --source-mesh dp=...,tp=..."
         )
     mesh = None if cut is None else cut.mesh
-    known: dict[str, StoredTensor] = {}
+    cut_tensors: dict[str, StoredTensor] = {}
     if cut is not None and are_described:
-        known, mesh = plain_parts.cut_lacking_parts(folder, states.parts, cut, ranks)
+        cut_tensors, mesh = plain_parts.cut_lacking_parts(folder, states.parts, cut, ranks)
     elif cut is not None:
-        known = plain_parts.cut_plain_parts(folder, states.parts, cut, ranks)
+        cut_tensors = plain_parts.cut_plain_parts(folder, states.parts, cut, ranks)
     tensors = {
-        name: known[name] if name in known else join_parts(folder, name, parts, ranks)
+        name: cut_tensors[name] if name in cut_tensors else join_parts(folder, name, parts, ranks)
         for name, parts in states.parts.items()
     }
     meshes = {
@@ -103,7 +103,7 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
         unread=tuple((shortened(name), why) for name, why in states.unread.items()),
         unreadable=states.unreadable,
     )
-    return _name_optimizer_state(checkpoint, states, known)
+    return _name_optimizer_state(checkpoint, states, cut_tensors)
 
 
 def _name_optimizer_state(

@@ -233,8 +233,8 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
     # shards that the manifest lists. Headers may be long: a single header is in memory at a time.
     headers = map_paths(read_header, (folder / file.name for file in manifest.files))
     for file, header in zip(manifest.files, headers, strict=True):
-        held, starts, found = _read_shards(folder, file, header, described)
-        metadata.update(found)
+        held, starts, file_metadata = _read_shards(folder, file, header, described)
+        metadata.update(file_metadata)
         shards.append((file.rank, file.name, held, starts))
     # 2. The shards in the manifest's layouts, with its digests, which must cover each tensor.
     kinds = [(kind.dtype, kind.layout, kind.spec) for kind in described.kinds]
@@ -278,8 +278,8 @@ def _read_shards(
     _, first, _ = find_distinct(np.column_stack(alike))
     for at in first.tolist():
         entry = columns[at]
-        found = offsets[entry.name] if offsets else None
-        _check_shard(path, entry, described[entry.name], file.rank, found)
+        offset = offsets[entry.name] if offsets else None
+        _check_shard(path, entry, described[entry.name], file.rank, offset)
     return held, columns.starts, drop_convention(header.metadata)
 
 

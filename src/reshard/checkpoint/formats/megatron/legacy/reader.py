@@ -358,8 +358,8 @@ class RankOptimizer:
                 for param, tensor in zip(narrow, wide, strict=True):
                     yield from self._make_blocks(param, "master", tensor)
             for param, index in zip(own, numbers, strict=True):
-                kept = state.get(index)
-                for key, tensor in kept.items() if isinstance(kept, dict) else ():
+                entries = state.get(index)
+                for key, tensor in entries.items() if isinstance(entries, dict) else ():
                     yield from self._make_blocks(param, str(key), tensor)
 
     def _make_blocks(self, param: RankParameter, key: str, tensor: Any) -> Iterator[StateBlock]:
@@ -555,9 +555,9 @@ class _Builder:
         """Find the weights with a part of a special class on some rank."""
         for chunk in (chunk for rank in ranks for chunk in rank.chunks):
             odd = {name: value for name, value in chunk.others.items() if is_tensor_call(value)}
-            known = {chunk.whole_name(name) for name in (*chunk.tensors, *odd)}
+            names = {chunk.whole_name(name) for name in (*chunk.tensors, *odd)}
             for name, value in odd.items():
-                whole = modules.engine_name(chunk.whole_name(name), known)
+                whole = modules.engine_name(chunk.whole_name(name), names)
                 self.unreadable[whole] = explain(value)
         if self.unreadable:
             why = "the shapes of all weights identify it, and some cannot be read"
@@ -569,10 +569,10 @@ class _Builder:
         for chunk in rank.chunks:
             shapes = {name: tensor.shape for name, tensor in chunk.tensors.items()}
             whole_names = {name: chunk.whole_name(name) for name in chunk.tensors}
-            known = {*whole_names.values(), *self.unreadable}
+            names = {*whole_names.values(), *self.unreadable}
             for name, tensor in chunk.tensors.items():
                 place = self._find_place(chunk, name, shapes)
-                whole = modules.engine_name(whole_names[name], known)
+                whole = modules.engine_name(whole_names[name], names)
                 places[chunk.number, name] = whole, place
                 if self._is_tied(whole) or whole in self.unreadable:
                     continue

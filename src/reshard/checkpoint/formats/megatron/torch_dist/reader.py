@@ -141,13 +141,13 @@ def _read_common(folder: Path) -> PlainValues:
     return state
 
 
-def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
+def _name_tensors(checkpoint: Checkpoint) -> Iterator[StoredTensor]:
     """Yield the tensors by the names of modules and of training state."""
-    reshaped = found.attributes.get("mcore_data")
+    reshaped = checkpoint.attributes.get("mcore_data")
     reshaped = reshaped if isinstance(reshaped, Mapping) else {}
 
     def name_all() -> Iterator[StoredTensor]:
-        for key, tensor in found.tensors.items():
+        for key, tensor in checkpoint.tensors.items():
             if is_of_buckets(key):
                 continue
             if key in reshaped:
@@ -163,13 +163,15 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
             for part in stacked_names.unstack(dataclasses.replace(tensor, name=state[0])):
                 yield stacked_names.name_state((part.name, state[1]), part)
 
-    yield from stacked_names.name_parameters(name_all(), found.folder)
+    yield from stacked_names.name_parameters(name_all(), checkpoint.folder)
 
 
-def _keep_paths(found: Checkpoint, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _keep_paths(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the paths of tensors that keep their names, and of items."""
     return {
-        name: path for name, path in found.paths.items() if name in tensors or name in found.items
+        name: path
+        for name, path in checkpoint.paths.items()
+        if name in tensors or name in checkpoint.items
     }
 
 
