@@ -572,8 +572,10 @@ class _Finder:
     def _list_items(self, items: Mapping[str, list[str]]) -> Iterator[tuple[str, str, int]]:
         """List the text of each stored dimension after the leading ones, its tensor and length."""
         for name, texts in items.items():
-            own = self.shapes[name]
-            for item, size in zip(texts, own[len(own) - len(texts) :], strict=True):
+            stored_shape = self.shapes[name]
+            for item, size in zip(
+                texts, stored_shape[len(stored_shape) - len(texts) :], strict=True
+            ):
                 yield item, name, size
 
     def _find_length(self, word: str, items: Mapping[str, list[str]]) -> int:

@@ -62,7 +62,7 @@ globals().update(namespace.load_functions())
 
 def __getattr__(name: str) -> Any:
     """Load a part of the namespace when it is first used."""
-    found = namespace.find(name)
+    value = namespace.find(name)
     if name in __all__:  # A user's row may be replaced by another.
-        globals()[name] = found
-    return found
+        globals()[name] = value
+    return value

@@ -547,18 +547,18 @@ def _find_convention(source: Checkpoint, first: str) -> str:
 def _expect_same_model(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if params.json and config.json are of different models."""
     path = folder / PARAMETERS
-    given = read_json_file(path)
-    if given is None:
+    params = read_json_file(path)
+    if params is None:
         raise CheckpointError(f"{path} is missing")
     # Both files may leave out the number of key heads if it is equal to the number of heads.
-    given.setdefault("n_kv_heads", given.get("n_heads"))
+    params.setdefault("n_kv_heads", params.get("n_heads"))
     own = {**config, "num_key_value_heads": config.get("num_key_value_heads")}
     own["num_key_value_heads"] = own["num_key_value_heads"] or config.get("num_attention_heads")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    pairs = [(key, given.get(key), other, own.get(other)) for key, other in _SAME_KEYS.items()]
+    pairs = [(key, params.get(key), other, own.get(other)) for key, other in _SAME_KEYS.items()]
     theta = config.get("rope_theta", rope.get("rope_theta"))
-    pairs.append(("rope_theta", given.get("rope_theta", 10000.0), "rope_theta", theta or 10000.0))
-    if given.get("use_scaled_rope"):
+    pairs.append(("rope_theta", params.get("rope_theta", 10000.0), "rope_theta", theta or 10000.0))
+    if params.get("use_scaled_rope"):
         scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
         pairs.append(("use_scaled_rope", True, "rope_scaling", scaled))
     for key, value, other, expected in pairs:

@@ -28,8 +28,8 @@ from reshard.spmd.shards.runner import runner_for
 def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return the sizes of a new array. Raises UsageError if it is not a shape."""
     with explain_errors(f"shape {shape!r}", "give one whole number, or a tuple of them"):
-        given = (shape,) if hasattr(shape, "__index__") else tuple(shape)
-        sizes = tuple(map(index, given))
+        numbers = (shape,) if hasattr(shape, "__index__") else tuple(shape)
+        sizes = tuple(map(index, numbers))
     if min(sizes, default=0) < 0:
         raise UsageError(f"shape {shape!r} with a size below 0; give sizes of 0 or more")
     # NumPy's own error for it is a ValueError or a MemoryError, depending on the size.
@@ -66,7 +66,7 @@ def asarray(
 def _unwrap_lists(data: Any) -> Any:
     """Return lists of numbers, with arrays of no dimensions as numbers."""
     if isinstance(data, list | tuple):
-        return [_unwrap_lists(one) for one in data]
+        return [_unwrap_lists(item) for item in data]
     if isinstance(data, ArrayValue):
         return data.to_dense()
     return data
@@ -76,13 +76,13 @@ def from_dlpack(x: Any, /, *, device: object = None, copy: bool | None = None) -
     """Convert another library's array by the DLPack protocol. Raises UsageError without it."""
     check_device(device)
     try:
-        found = np.from_dlpack(x)
+        data = np.from_dlpack(x)
     except (AttributeError, BufferError, RuntimeError, TypeError) as error:
         raise UsageError(
             f"from_dlpack of a {type(x).__name__}: {error}; give another library's array, on the "
             "CPU"
         ) from error
-    return array(np.array(found) if copy else found)
+    return array(np.array(data) if copy else data)
 
 
 def full(
@@ -111,8 +111,8 @@ def full(
         runner.library.array(np.full(kind.layout.local_shape(rank) or (), value))
         for rank in runner.ranks(plain.mesh)
     )
-    made: ShardedArray = ShardedArray.of_shards(kind, shards, runner)
-    return made
+    result: ShardedArray = ShardedArray.of_shards(kind, shards, runner)
+    return result
 
 
 def zeros(
@@ -128,8 +128,8 @@ def zeros(
     >>> zeros((3, 2), spec=spec(DeviceMesh.of(x=2), "x, -")).shards[1].tolist()
     [[0.0, 0.0]]
     """
-    wanted = "float64" if dtype is None else dtype
-    return full(shape, 0, dtype=wanted, device=device, spec=spec)
+    element_type = "float64" if dtype is None else dtype
+    return full(shape, 0, dtype=element_type, device=device, spec=spec)
 
 
 def ones(
@@ -140,8 +140,8 @@ def ones(
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
     """Create an array of ones, of type `float64` by default."""
-    wanted = "float64" if dtype is None else dtype
-    return full(shape, 1, dtype=wanted, device=device, spec=spec)
+    element_type = "float64" if dtype is None else dtype
+    return full(shape, 1, dtype=element_type, device=device, spec=spec)
 
 
 def empty(
@@ -171,8 +171,8 @@ def arange(
     with explain_errors(
         f"arange from {low!r} to {high!r} by {step!r}", "give numbers, and a step that is not 0"
     ):
-        made = np.arange(low, high, step, dtype=_numpy_type(dtype))
-    return array(made, spec, runner=runner_for())
+        numbers = np.arange(low, high, step, dtype=_numpy_type(dtype))
+    return array(numbers, spec, runner=runner_for())
 
 
 def linspace(
@@ -189,14 +189,14 @@ def linspace(
     """Create `num` evenly spaced numbers."""
     check_device(device)
     ends: list[Any] = [start, stop]
-    for one in ends:
-        if isinstance(one, ArrayValue):
-            raise UsageError(f"linspace from or to {one!r}; numbers were expected: float(x) is one")
+    for end in ends:
+        if isinstance(end, ArrayValue):
+            raise UsageError(f"linspace from or to {end!r}; numbers were expected: float(x) is one")
     with explain_errors(
         f"linspace from {start!r} to {stop!r} of {num!r}", "give numbers, and how many: 0 or more"
     ):
-        made = np.linspace(start, stop, num, endpoint=endpoint, dtype=_numpy_type(dtype))
-    return array(made, spec, runner=runner_for())
+        numbers = np.linspace(start, stop, num, endpoint=endpoint, dtype=_numpy_type(dtype))
+    return array(numbers, spec, runner=runner_for())
 
 
 def eye(
@@ -211,8 +211,8 @@ def eye(
 ) -> ShardedArray:
     """Create a matrix of ones on a diagonal, and zeros elsewhere."""
     check_device(device)
-    own = np.float64 if dtype is None else _numpy_type(dtype)
+    numpy_type = np.float64 if dtype is None else _numpy_type(dtype)
     rows, columns = read_shape((n_rows, n_rows if n_cols is None else n_cols))
     with explain_errors(f"eye with its diagonal at {k!r}", "give a whole number"):
-        made = np.eye(rows, columns, k=k, dtype=own)
-    return array(made, spec, runner=runner_for())
+        matrix = np.eye(rows, columns, k=k, dtype=numpy_type)
+    return array(matrix, spec, runner=runner_for())

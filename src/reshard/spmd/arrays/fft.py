@@ -71,7 +71,7 @@ def fourier(kind: str) -> Infer:
             # As in NumPy, lengths without axes apply to the last dimensions.
             named = list(range(rank - len(lengths) if lengths else 0, rank))
         else:
-            named = [axis_of(rank, one) for one in ([axis] if isinstance(axis, int) else axis)]
+            named = [axis_of(rank, dim) for dim in ([axis] if isinstance(axis, int) else axis)]
         if not named or (lengths is not None and len(lengths) != len(named)):
             raise SpecError(f"a Fourier transform of {shape} over {named}: {lengths} lengths")
         last = named[-1]
@@ -101,8 +101,8 @@ def _fft_kernel(work: LocalWork) -> Function:
     def transformed(x: Any) -> Any:
         # PyTorch refuses a part without elements.
         if 0 in x.shape:
-            made = work.library.array(by_numpy(work.library.numpy(x.detach())), beside=x)
-            return work.library.linked(made, x)
+            result = work.library.array(by_numpy(work.library.numpy(x.detach())), beside=x)
+            return work.library.linked(result, x)
         return function(x)
 
     return transformed
@@ -183,8 +183,8 @@ def _make_frequencies(function: Any, n: Any, d: Any, dtype: object, device: obje
             f"frequencies of {n!r} samples {d!r} apart; give 1 or more of them, and a distance "
             "that is not 0"
         )
-    found = function(count, d)
-    return array(found, dtype=None if dtype is None else as_dtype(dtype), runner=runner_for())
+    frequencies = function(count, d)
+    return array(frequencies, dtype=None if dtype is None else as_dtype(dtype), runner=runner_for())
 
 
 def rfftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
@@ -201,7 +201,7 @@ def fftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
 def _shift(x: Any, axes: int | Axes, sign: int) -> Any:
     places = read_axes(range(x.ndim) if axes is None else axes, x.ndim)
     # Both functions use the same shift, so that each undoes the other for odd sizes, too.
-    return roll(x, tuple(sign * (x.shape[one] // 2) for one in places), axis=places)
+    return roll(x, tuple(sign * (x.shape[dim] // 2) for dim in places), axis=places)
 
 
 @of_arrays

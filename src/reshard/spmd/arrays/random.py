@@ -90,8 +90,8 @@ def split(key: Any, count: int = 2) -> tuple[Any, ...]:
     False
     """
     number = check_int(count, "number of keys", minimum=1)
-    found = _draw(key, (number, 2), None, "key", "int64")
-    return tuple(found[place] for place in range(number))
+    keys = _draw(key, (number, 2), None, "key", "int64")
+    return tuple(keys[place] for place in range(number))
 
 
 def _draw(
@@ -115,11 +115,11 @@ def _draw(
             "sp.random.key(seed)"
         )
     sizes = read_shape(shape)
-    wanted = None if spec is None else plain_spec(spec)
+    target = None if spec is None else plain_spec(spec)
     named = {"distribution": distribution, "dtype": as_dtype(dtype), **options}
-    found = call("random_numbers", (key, _make_place(key, sizes, wanted), *before), None, named)
+    numbers = call("random_numbers", (key, _make_place(key, sizes, target), *before), None, named)
     # If parts are not intervals, the numbers are drawn whole, and then resharded.
-    return found if wanted is None or found.type.spec is wanted else found.shard(wanted)
+    return numbers if target is None or numbers.type.spec is target else numbers.shard(target)
 
 
 def _make_place(key: Any, shape: tuple[int, ...], spec: ShardingSpec | None) -> Any:
@@ -131,10 +131,10 @@ def _make_place(key: Any, shape: tuple[int, ...], spec: ShardingSpec | None) -> 
     # In a trace, an array of which only the sharding is used is a constant.
     runner = in_process("numpy") if key.runner.is_abstract else key.runner
     beside = None if key.runner.is_abstract else key._shards[0]
-    one = runner.library.array(_ANY_PLACE, beside=beside)
-    kind = ArrayType(shape, runner.library.dtype_of(one), spec)
+    element = runner.library.array(_ANY_PLACE, beside=beside)
+    kind = ArrayType(shape, runner.library.dtype_of(element), spec)
     shards = tuple(
-        runner.library.namespace.broadcast_to(one, kind.layout.local_shape(rank) or ())
+        runner.library.namespace.broadcast_to(element, kind.layout.local_shape(rank) or ())
         for rank in runner.ranks(None if spec is None else spec.mesh)
     )
     return type(key).of_shards(kind, shards, runner)
@@ -168,8 +168,8 @@ def _draw_kernel(work: LocalWork) -> list[Function]:
     """
     options = work.attributes
     kind, dtype = options["distribution"], options["dtype"]
-    like = work.operands[1]
-    shape = () if like is None else like.shape
+    operand = work.operands[1]
+    shape = () if operand is None else operand.shape
     starts = zip(*(work.starts_here(1, axis) for axis in range(len(shape))), strict=True)
 
     def draw(key: Any, place: Any, *before: Any, start: tuple[int, ...]) -> Any:
@@ -188,18 +188,18 @@ def _draw_kernel(work: LocalWork) -> list[Function]:
             words_each=2 if kind == "normal" else 1,
             high=_CHILDREN if kind == "key" else 0,
         )
-        made = _make_numbers(words, kind, dtype, options)
-        return work.library.array(made.reshape(tuple(place.shape)), dtype, beside=key)
+        numbers = _make_numbers(words, kind, dtype, options)
+        return work.library.array(numbers.reshape(tuple(place.shape)), dtype, beside=key)
 
-    every = list(starts) if shape else [()] * len(work.ranks)
-    return [partial(draw, start=start) for start in every]
+    all_starts = list(starts) if shape else [()] * len(work.ranks)
+    return [partial(draw, start=start) for start in all_starts]
 
 
 def _draw_words(
     key: Sequence[int], runs: Sequence[tuple[int, int]], words_each: int, high: int
 ) -> np.ndarray[Any, Any]:
     """Return the words of the elements in intervals, concatenated."""
-    made = np.empty(sum(count for _, count in runs) * words_each, np.uint64)
+    output = np.empty(sum(count for _, count in runs) * words_each, np.uint64)
     stream = np.random.Philox(
         # The last word of the counter is reached only after 2**192 draws, so it separates streams.
         key=np.array(key, np.uint64),
@@ -212,12 +212,12 @@ def _draw_words(
         block, skipped = divmod(first * words_each, _WORDS_AT_ONCE)
         stream.advance(block - counted)
         # The words of a count are drawn together, so that each interval starts at a count.
-        wanted = count * words_each
-        counts = -(-(skipped + wanted) // _WORDS_AT_ONCE)
+        word_count = count * words_each
+        counts = -(-(skipped + word_count) // _WORDS_AT_ONCE)
         words = stream.random_raw(counts * _WORDS_AT_ONCE)
-        made[at : at + wanted] = words[skipped : skipped + wanted]
-        at, counted = at + wanted, block + counts
-    return made
+        output[at : at + word_count] = words[skipped : skipped + word_count]
+        at, counted = at + word_count, block + counts
+    return output
 
 
 _WORDS_AT_ONCE = 4
@@ -243,8 +243,8 @@ def _make_numbers(
     # Normal numbers, by Box and Muller, from two uniform numbers, the first of which is above 0.
     low, turn = ((words >> np.uint64(11)) * 2.0**-53).reshape(-1, 2).T
     # The logarithm is finite, since uniform numbers are below 1.
-    found = np.sqrt(-2 * np.log1p(-low)) * np.cos(2 * math.pi * turn)
-    return np.asarray(found, dtype.numpy)
+    normals = np.sqrt(-2 * np.log1p(-low)) * np.cos(2 * math.pi * turn)
+    return np.asarray(normals, dtype.numpy)
 
 
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
@@ -299,10 +299,10 @@ def fold_in(key: Any, number: Any) -> Any:
     True
     """
     if not isinstance(number, ArrayValue):
-        given, number = number, as_whole(number)
+        original, number = number, as_whole(number)
         if number is None or not 0 <= number < 1 << 63:
             raise UsageError(
-                f"a key of number {given!r}; a whole number from 0 to 2**63 - 1 was expected"
+                f"a key of number {original!r}; a whole number from 0 to 2**63 - 1 was expected"
             )
     elif number.type.shape or kind_of(number.type.dtype) not in (
         "signed integer",
@@ -333,23 +333,23 @@ def uniform(
     >>> bool(sp.all(numbers == sp.random.uniform(sp.random.key(0), 5)))
     True
     """
-    if not all(isinstance(one, Real) for one in (low, high)):
+    if not all(isinstance(bound, Real) for bound in (low, high)):
         raise UsageError(f"numbers from {low!r} to {high!r}; two numbers were expected")
-    found = _draw(key, shape, spec, "uniform", _read_float(dtype))
+    numbers = _draw(key, shape, spec, "uniform", _read_float(dtype))
     # Neither array operation would change a number, and both would take time.
     if (low, high) == (0, 1):
-        return found
-    return add(multiply(found, high - low), low)
+        return numbers
+    return add(multiply(numbers, high - low), low)
 
 
 def _read_float(dtype: object) -> str:
     """Return the name of a floating type. Raises UsageError for other types."""
-    found = as_dtype(dtype)
-    if found.name not in _FLOATS:
+    element_type = as_dtype(dtype)
+    if element_type.name not in _FLOATS:
         raise UsageError(
-            f"random numbers of dtype {found.name}; one of {', '.join(_FLOATS)} was expected"
+            f"random numbers of dtype {element_type.name}; one of {', '.join(_FLOATS)} was expected"
         )
-    return found.name
+    return element_type.name
 
 
 def normal(
@@ -414,10 +414,10 @@ def bernoulli(
     return elementwise.less(drawn, p)
 
 
-def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Return whether an array of a shape consists of repetitions of an array of another shape."""
-    sizes = zip(shape[::-1], wanted[::-1], strict=False)
-    return len(shape) <= len(wanted) and all(one in (1, other) for one, other in sizes)
+    sizes = zip(shape[::-1], target[::-1], strict=False)
+    return len(shape) <= len(target) and all(size in (1, other) for size, other in sizes)
 
 
 @of_arrays
@@ -451,8 +451,8 @@ def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
     # The first position of the maximum; the last class without a maximum (NaN).
     shape = [size if dim == place else 1 for dim in range(logits.ndim)]
     places = whole(noisy, np.arange(size).reshape(shape))
-    found = elementwise.where(elementwise.equal(noisy, most), places, size - 1)
-    return reductions.min(found, axis=place)
+    indices = elementwise.where(elementwise.equal(noisy, most), places, size - 1)
+    return reductions.min(indices, axis=place)
 
 
 @of_arrays

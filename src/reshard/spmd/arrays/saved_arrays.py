@@ -165,19 +165,19 @@ def _prepare(
 def _is_over_processes(tree: Any) -> bool:
     """Return whether any array of a tree (or a new array, if it has none) is over processes."""
     runners = [leaf.runner for _, leaf in leaves(tree) if isinstance(leaf, ArrayValue)]
-    return not all(one.has_every_shard for one in runners or [runner_for()])
+    return not all(runner.has_every_shard for runner in runners or [runner_for()])
 
 
 def _check_arrays(tree: Any) -> dict[str, ArrayValue]:
     """Return the arrays of a tree, by name. Raises UsageError if they cannot be saved together."""
     named = dict(_list_arrays(tree))
     runners = {x.runner for x in named.values()}
-    if any(one.is_abstract for one in runners):
+    if any(runner.is_abstract for runner in runners):
         raise UsageError(
             "arrays without elements cannot be saved; save outside functions that are traced, what "
             "they return"
         )
-    if len({one.has_every_shard for one in runners}) > 1:
+    if len({runner.has_every_shard for runner in runners}) > 1:
         raise UsageError(
             "arrays of one process and arrays over processes in one save; save them one by one"
         )
@@ -215,7 +215,7 @@ def _find_shards(x: Any) -> SavedArray:
         # The same axes, by which each part is a single interval.
         dims = [DimSpec(dim.axes) for dim in x.type.spec.dim_specs]
         x = x.shard(ShardingSpec(x.type.spec.mesh, dims))
-    shards = [one.detach() if hasattr(one, "detach") else one for one in x._shards]
+    shards = [shard.detach() if hasattr(shard, "detach") else shard for shard in x._shards]
     return SavedArray(x.type, dict(zip(_find_ranks(x.type, x.runner), shards, strict=True)))
 
 
@@ -270,25 +270,25 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool =
     [4, 5]
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    wanted = {
+    targets = {
         name: _Wanted(settled(x), runner_for())
         if isinstance(x, ArrayType)
         else _Wanted(settled(x.type), runner_for() if x.runner.is_abstract else x.runner)
         for name, x in _list_arrays(like, (ArrayValue, ArrayType))
     }
-    _check_stored(checkpoint, {name: one.type for name, one in wanted.items()}, cast)
+    _check_stored(checkpoint, {name: target.type for name, target in targets.items()}, cast)
     # All tensors that a rank needs are read together.
     layouts: dict[int, dict[str, Layout]] = {}
-    for name, one in wanted.items():
-        for rank in one.ranks:
-            layouts.setdefault(rank, {})[name] = one.type.layout
+    for name, target in targets.items():
+        for rank in target.ranks:
+            layouts.setdefault(rank, {})[name] = target.type.layout
     parts = {rank: load_parts(checkpoint, own, rank) for rank, own in layouts.items()}
     # Lazily, and with `pop`: each part is freed once its array is made, before the next is cast.
-    made = (
-        one.make({rank: parts[rank].pop(name) for rank in one.ranks}, checkpoint[name].dtype)
-        for name, one in wanted.items()
+    arrays = (
+        target.make({rank: parts[rank].pop(name) for rank in target.ranks}, checkpoint[name].dtype)
+        for name, target in targets.items()
     )
-    return replaced(like, lambda leaf: None if leaf is None else next(made))
+    return replaced(like, lambda leaf: None if leaf is None else next(arrays))
 
 
 class _Wanted(NamedTuple):
@@ -305,10 +305,10 @@ class _Wanted(NamedTuple):
         """Return the array, from shards of an element type."""
         shape, spec = self.type.shape, self.type.spec
         if spec is None:
-            made = array(shards[0], runner=self.runner)
+            result = array(shards[0], runner=self.runner)
         else:
-            made = from_shards(shards, shape, spec, dtype=dtype, runner=self.runner)
-        return made if dtype is self.type.dtype else astype(made, self.type.dtype)
+            result = from_shards(shards, shape, spec, dtype=dtype, runner=self.runner)
+        return result if dtype is self.type.dtype else astype(result, self.type.dtype)
 
 
 def _check_stored(checkpoint: Checkpoint, named: dict[str, ArrayType], cast: bool) -> None:

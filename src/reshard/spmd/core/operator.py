@@ -275,20 +275,20 @@ class Operator:
         key = tuple([tuple(map(int, shape)) for shape in shapes])
         # Written out, since 1, 1.0 and True are equal, but not the same attribute.
         cached = (self, key, repr(frozen))
-        found = _inferred.get(cached)
-        if found is None:
+        result = _inferred.get(cached)
+        if result is None:
             if len(_inferred) >= _MAX_INFERRED:
                 _inferred.clear()
-            found = _inferred[cached] = _infer(self, key, frozen)
-        return found
+            result = _inferred[cached] = _infer(self, key, frozen)
+        return result
 
     def local_functions(self, work: LocalWork) -> list[Function]:
         """Return for each rank here the function that it applies to its parts.
 
         Raises UsageError for an operator that the library does not have.
         """
-        found = self.local(work)
-        return found if isinstance(found, list) else [found] * len(work.ranks)
+        functions = self.local(work)
+        return functions if isinstance(functions, list) else [functions] * len(work.ranks)
 
     def may_fail(self, work: LocalWork, has_everyone: bool = True) -> bool:
         """Return whether a single rank may fail because of its elements, so that all must agree.
@@ -304,7 +304,7 @@ class Operator:
             # If no operand is sharded, every rank has the same elements, and fails in the same way.
             return False
         types = [x.dtype.name for x in work.operands if x is not None]
-        return self.fails == "any" or all("int" in one or one == "bool" for one in types)
+        return self.fails == "any" or all("int" in name or name == "bool" for name in types)
 
 
 def _freeze(value: Any) -> Any:
@@ -315,11 +315,11 @@ _inferred: dict[tuple[Operator, tuple[Shape, ...], str], Inferred] = {}
 _MAX_INFERRED = 1 << 16
 
 
-def _infer(operator: Operator, shapes: tuple[Shape, ...], given: dict[str, Any]) -> Inferred:
+def _infer(operator: Operator, shapes: tuple[Shape, ...], attributes: dict[str, Any]) -> Inferred:
     if operator.infer is None:
         return Inferred(replicated_rule(shapes), ())
     try:
-        return operator.infer(shapes, **given)
+        return operator.infer(shapes, **attributes)
     except SpecError as error:
         # Errors of patterns do not name the operator.
         if not str(error).startswith("shapes "):
@@ -329,12 +329,12 @@ def _infer(operator: Operator, shapes: tuple[Shape, ...], given: dict[str, Any])
         # Only errors about the caller's own arguments are translated; others are raised unchanged.
         names = signature(operator.infer).parameters
         try:
-            signature(operator.infer).bind(shapes, **given)
+            signature(operator.infer).bind(shapes, **attributes)
         except TypeError:
-            known = ", ".join(list(names)[1:]) or "none"
+            accepted = ", ".join(list(names)[1:]) or "none"
             raise SpecError(
-                f"operator {operator.name} with {', '.join(given) or 'no attributes'}: {error}; "
-                f"its attributes are {known}"
+                f"operator {operator.name} with {', '.join(attributes) or 'no attributes'}: "
+                f"{error}; its attributes are {accepted}"
             ) from None
         raise
 
@@ -379,10 +379,10 @@ _warned: set[str] = set()
 
 def find_operator(name: str) -> Operator:
     """Return the record of a name; a name that is not in the table gets a record without a rule."""
-    found = _table.get(name) or operators.get(name)
-    if found is None:
+    record = _table.get(name) or operators.get(name)
+    if record is None:
         return Operator(name, "without a rule", None, operator_class=None, work=of_own_rule)
-    return found
+    return record
 
 
 def ship(
@@ -450,12 +450,12 @@ def rule_of(
     ([i, j]) -> ([i]) {i=4, j=8} reduction={j:max}
     """
     operator = operator_of(name)
-    known = [check_ints(shape, "shape", SpecError) for shape in shapes]
+    operand_shapes = [check_ints(shape, "shape", SpecError) for shape in shapes]
     if not operator.has_rule:
         return replicated_rule(
-            known, [check_ints(shape, "shape", SpecError) for shape in result_shapes]
+            operand_shapes, [check_ints(shape, "shape", SpecError) for shape in result_shapes]
         )
-    return operator.rule(known, **attributes)
+    return operator.rule(operand_shapes, **attributes)
 
 
 def register(operator: Operator) -> Operator:
@@ -521,21 +521,21 @@ def rule(
     def add(function: RuleFunction) -> RuleFunction:
         # The result of a user's function may depend on the shapes: it is checked at each use.
         def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
-            found = function(shapes, **attributes)
-            if isinstance(found, str):
-                found = OpShardingRule.parse(found)
-            if not isinstance(found, OpShardingRule):
+            result = function(shapes, **attributes)
+            if isinstance(result, str):
+                result = OpShardingRule.parse(result)
+            if not isinstance(result, OpShardingRule):
                 raise SpecError(
-                    f"the rule of {name} is {found!r}; return an OpShardingRule or its text, such "
+                    f"the rule of {name} is {result!r}; return an OpShardingRule or its text, such "
                     "as ([i, j]) -> ([i]) {i=4, j=8} reduction={j}"
                 )
             # If the factors' sizes do not multiply to the shapes, shards would have wrong sizes.
-            if found.operand_shapes != tuple(shapes):
+            if result.operand_shapes != tuple(shapes):
                 raise SpecError(
-                    f"the rule {found} of {name} is for operands {found.operand_shapes}, but they "
-                    f"are {tuple(shapes)}; its factors' sizes must make up their shapes"
+                    f"the rule {result} of {name} is for operands {result.operand_shapes}, but "
+                    f"they are {tuple(shapes)}; its factors' sizes must make up their shapes"
                 )
-            return Inferred(found, found.result_shapes)
+            return Inferred(result, result.result_shapes)
 
         register(
             Operator(

@@ -116,7 +116,7 @@ def stand_in(dtype: DType) -> np.dtype[Any]:
     return dtype.numpy if _is_numpys(dtype) else _STAND_IN.numpy
 
 
-def meant(found: DType, given: Sequence[DType]) -> DType:
+def meant(computed: DType, types: Sequence[DType]) -> DType:
     """Return the type of a result from the computed type, which may be a stand-in.
 
     >>> bfloat16, float16 = as_dtype("bfloat16"), as_dtype("float16")
@@ -124,14 +124,14 @@ def meant(found: DType, given: Sequence[DType]) -> DType:
     (DType('bfloat16'), DType('float32'))
     """
     # Element types are interned, so identity compares them.
-    if found is not _STAND_IN:
-        return found
+    if computed is not _STAND_IN:
+        return computed
     # float16 stands for itself, and for each type that NumPy lacks. Neither of two such types can
     # represent all numbers of the other.
-    narrow = {one for one in given if one is _STAND_IN or not _is_numpys(one)}
+    narrow = {dtype for dtype in types if dtype is _STAND_IN or not _is_numpys(dtype)}
     if len(narrow) > 1:
         return as_dtype("float32")
-    return narrow.pop() if narrow else found
+    return narrow.pop() if narrow else computed
 
 
 def _is_numpys(dtype: DType) -> bool:
@@ -162,16 +162,18 @@ def widened_functions(operator: Operator, work: LocalWork) -> list[Function]:
     >>> function(numbers, 0.5).dtype
     dtype(bfloat16)
     """
-    given = [one.dtype for one in work.operands if one is not None]
+    operand_dtypes = [operand.dtype for operand in work.operands if operand is not None]
     asked = [value for value in work.attributes.values() if isinstance(value, DType)]
-    is_narrow = any(map(_is_narrow, [*given, *asked]))
+    is_narrow = any(map(_is_narrow, [*operand_dtypes, *asked]))
     if not is_narrow or operator.name == "astype" or operator.family not in _COMPUTING:
         return operator.local_functions(work)
     wide = replace(
         work,
         operands=tuple(
-            one.with_dtype(_WIDE) if one is not None and _is_narrow(one.dtype) else one
-            for one in work.operands
+            operand.with_dtype(_WIDE)
+            if operand is not None and _is_narrow(operand.dtype)
+            else operand
+            for operand in work.operands
         ),
         attributes={
             name: _WIDE if isinstance(value, DType) and _is_narrow(value) else value
@@ -188,16 +190,18 @@ def widened_functions(operator: Operator, work: LocalWork) -> list[Function]:
         def computed(*operands: Any) -> Any:
             pairs = list(zip(operands, work.operands, strict=True))
             arrays = [
-                x.astype(np.float32) if one is not None and _is_narrow(one.dtype) else x
-                for x, one in pairs
+                x.astype(np.float32) if operand is not None and _is_narrow(operand.dtype) else x
+                for x, operand in pairs
             ]
-            types = find_types(*(x for x, one in pairs if one is None))
-            found = function(*arrays)
-            if not isinstance(found, tuple | list):
-                return _round(found, types[0])
+            types = find_types(*(x for x, operand in pairs if operand is None))
+            result = function(*arrays)
+            if not isinstance(result, tuple | list):
+                return _round(result, types[0])
             # As in `find_result_types`, the last type is that of all further results.
-            every = [*types, *types[-1:] * (len(found) - len(types))]
-            return tuple(_round(one, kind) for one, kind in zip(found, every, strict=True))
+            result_dtypes = [*types, *types[-1:] * (len(result) - len(types))]
+            return tuple(
+                _round(array, kind) for array, kind in zip(result, result_dtypes, strict=True)
+            )
 
         return computed
 
@@ -212,10 +216,14 @@ def check_promotion(operator: Operator, work: LocalWork) -> None:
     """
     if operator.family != "elementwise":
         return
-    given = [one for one in work.operands if one is not None and "integer" in kind_of(one.dtype)]
-    types = {one.dtype.name for one in given}
+    integers = [
+        operand
+        for operand in work.operands
+        if operand is not None and "integer" in kind_of(operand.dtype)
+    ]
+    types = {operand.dtype.name for operand in integers}
     if len(types) > 1 and not types.isdisjoint(_UNPROMOTED):
-        said = ", ".join(f"{one.dtype.name}{list(one.shape)}" for one in given)
+        said = ", ".join(f"{operand.dtype.name}{list(operand.shape)}" for operand in integers)
         raise UsageError(
             f"{work.name} of {said}: PyTorch promotes no {', '.join(sorted(_UNPROMOTED & types))}; "
             "give both one type, by sp.astype"
@@ -229,10 +237,10 @@ def _is_narrow(dtype: DType) -> bool:
     )
 
 
-def _round(found: Any, kind: DType) -> Any:
+def _round(array: Any, kind: DType) -> Any:
     # Operands were widened to float32, so other types are the operator's own: booleans, indices.
-    is_rounded = _is_narrow(kind) and found.dtype in (np.float32, np.float64)
-    return found.astype(kind.numpy) if is_rounded else found
+    is_rounded = _is_narrow(kind) and array.dtype in (np.float32, np.float64)
+    return array.astype(kind.numpy) if is_rounded else array
 
 
 _FEW = 2
@@ -244,15 +252,15 @@ def find_result_types(
 ) -> tuple[tuple[DType, ...], bool]:
     """Return the results' element types, and whether there is a single result."""
     # 1. Types that the operator's record names; the last type applies to all further results.
-    given = [one.dtype for one in work.operands if one is not None]
+    operand_dtypes = [operand.dtype for operand in work.operands if operand is not None]
     if operator.result_types is not None:
-        named = operator.result_types(given, work.attributes, work.library.name)
+        named = operator.result_types(operand_dtypes, work.attributes, work.library.name)
         return (*named, *named[-1:] * (count - len(named))), count == 1
     # 2. Otherwise the types that the library computes for a few elements.
     results, is_single = compute_few(operator, work, numbers)
     asked = [value for value in work.attributes.values() if isinstance(value, DType)]
-    made = map(work.library.dtype_of, results)
-    return tuple(meant(one, asked or given) for one in made), is_single
+    dtypes = map(work.library.dtype_of, results)
+    return tuple(meant(dtype, asked or operand_dtypes) for dtype in dtypes), is_single
 
 
 def compute_few(
@@ -264,8 +272,10 @@ def compute_few(
     it does not accept.
     """
     few = tuple(
-        None if one is None else ArrayType([min(size, _FEW) for size in one.shape], one.dtype)
-        for one in work.operands
+        None
+        if operand is None
+        else ArrayType([min(size, _FEW) for size in operand.shape], operand.dtype)
+        for operand in work.operands
     )
     is_numpy = work.library.name == "numpy"
     attributes = {
@@ -279,15 +289,17 @@ def compute_few(
     waiting = list(numbers)
     arrays = [
         waiting.pop(0)
-        if one is None
-        else work.library.array(_make_elements(one, operator), None if is_numpy else one.dtype)
-        for one in few
+        if operand is None
+        else work.library.array(
+            _make_elements(operand, operator), None if is_numpy else operand.dtype
+        )
+        for operand in few
     ]
     # These elements are not the program's, so warnings about them would mislead.
     with np.errstate(all="ignore"):
-        found = function(*arrays)
-    is_single = not isinstance(found, tuple | list)
-    return (found,) if is_single else tuple(found), is_single
+        result = function(*arrays)
+    is_single = not isinstance(result, tuple | list)
+    return (result,) if is_single else tuple(result), is_single
 
 
 def _make_elements(kind: ArrayType, operator: Operator) -> Any:

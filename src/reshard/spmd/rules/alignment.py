@@ -95,13 +95,13 @@ def aligned_by_bytes(
         aligned(rule, operands, operand_shapes, result_shapes, whole, order) for order in orders
     )
     # Other orders reduce the elements of the same results, and are scattered to them.
-    (_, wanted), *others = ways
-    found = [Alignment(runs, made, wanted) for runs, made in ways]
+    (_, results), *others = ways
+    alignments = [Alignment(runs, computed, results) for runs, computed in ways]
     if not others:
-        return found[0]
+        return alignments[0]
 
-    def moved_elements(one: Alignment) -> int:
-        before, after = (*operands, *one.made), (*one.operands, *one.results)
+    def moved_elements(alignment: Alignment) -> int:
+        before, after = (*operands, *alignment.made), (*alignment.operands, *alignment.results)
         return sum(
             LayoutChange(source.layout(shape), target.layout(shape)).moved_elements
             for source, target, shape in zip(
@@ -109,7 +109,7 @@ def aligned_by_bytes(
             )
         )
 
-    return min(found, key=moved_elements)
+    return min(alignments, key=moved_elements)
 
 
 def _is_cut(spec: ShardingSpec) -> bool:
@@ -154,7 +154,7 @@ def aligned(
                 blocked.update(factors)
     cuts = _choose(rule, operands, operand_shapes, blocked, order)
     # Existing shardings are reused: creating a sharding takes longer than everything else here.
-    known = {
+    existing = {
         spec.dim_specs: spec
         for spec in operands
         if not (spec.replicated_axes or spec.partial_axes or spec.only)
@@ -162,30 +162,30 @@ def aligned(
     placed = []
     for mapping in rule.operands:
         dims = tuple([_find_dim(dim, cuts) for dim in mapping])
-        own = known.get(dims)
-        placed.append(ShardingSpec(mesh, dims) if own is None else own)
+        reused = existing.get(dims)
+        placed.append(ShardingSpec(mesh, dims) if reused is None else reused)
     results = []
     for mapping, contributed in zip(rule.results, rule.contributed, strict=True):
         dims = tuple([_find_dim(dim, cuts) for dim in mapping])
         partial_axes = [axis for f in contributed if f in cuts for axis in cuts[f].axes]
-        found = None if partial_axes else known.get(dims)
-        if found is None:
-            found = ShardingSpec(
+        result = None if partial_axes else existing.get(dims)
+        if result is None:
+            result = ShardingSpec(
                 mesh, dims, partial_axes=partial_axes, reduction=rule.reduction_operator
             )
-        results.append(found)
+        results.append(result)
     return tuple(placed), tuple(results)
 
 
 def _find_dim(factors: Sequence[int], cuts: Cuts) -> DimSpec:
-    found = [cuts[factor] for factor in factors if factor in cuts]
+    dim_cuts = [cuts[factor] for factor in factors if factor in cuts]
     # A single cut keeps its levels, which may be uneven or strided. Several are all plain:
     # `_propose` gives factors of a dimension of several no other cut.
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    if len(dim_cuts) == 1:
+        return dim_cuts[0]
+    if not dim_cuts:
         return _WHOLE
-    return DimSpec([axis for one in found for axis in one.axes])
+    return DimSpec([axis for cut in dim_cuts for axis in cut.axes])
 
 
 def _choose(
@@ -220,8 +220,8 @@ def _choose(
     # Reversed, so that a factor of several groups counts in the first.
     group = {factor: n for n, factors in reversed([*enumerate(order)]) for factor in factors}
     proposals = sorted(
-        (one for one in proposals if one[2] not in blocked),
-        key=lambda one: (group.get(one[2], len(order)), *one[:3]),
+        (proposal for proposal in proposals if proposal[2] not in blocked),
+        key=lambda proposal: (group.get(proposal[2], len(order)), *proposal[:3]),
     )
     for _, _, factor, cut in proposals:
         free = _free_prefix(cut, used)
@@ -271,15 +271,15 @@ def _is_flat(cut: DimSpec) -> bool:
     return len(cut.levels) == 1 and cut.levels[0].rule.is_default
 
 
-def _meet(one: Axis, other: Axis) -> bool:
+def _meet(first: Axis, second: Axis) -> bool:
     """Return whether two axes overlap, or split an axis in ways that do not fit."""
-    if one.name != other.name:
+    if first.name != second.name:
         return False
-    if one.size is None or other.size is None:
+    if first.size is None or second.size is None:
         return True
     # Sub-axes of the same axis are disjoint if the lower ends at or before the start of the higher.
     # `pre` is the product of the sizes of all more major sub-axes.
-    low, high = sorted((one, other), key=lambda axis: axis.pre)
+    low, high = sorted((first, second), key=lambda axis: axis.pre)
     return high.pre % (low.pre * (low.size or 1)) != 0
 
 
@@ -302,7 +302,7 @@ def _propose(
     # A level with a special rule cannot be split among factors.
     if any(not level.rule.is_default for level in dim.levels):
         return {}
-    found: Cuts = {}
+    cuts: Cuts = {}
     waiting = list(dim.axes)
     for factor in factors:
         taken, left = [], rule.sizes[factor]
@@ -320,11 +320,11 @@ def _propose(
             else:
                 waiting = []
         if taken:
-            found[factor] = DimSpec(taken)
+            cuts[factor] = DimSpec(taken)
         # A more minor factor may be sharded only if this factor is split into single indices.
         if left > 1:
             break
-    return found
+    return cuts
 
 
 def _is_exact(dim: DimSpec, mesh: DeviceMesh, rule: OpShardingRule, factor: int) -> bool:
@@ -339,7 +339,7 @@ def _is_exact(dim: DimSpec, mesh: DeviceMesh, rule: OpShardingRule, factor: int)
 
 def _without_major(rule: OpShardingRule, mesh: DeviceMesh, cuts: Cuts) -> list[int]:
     """Return sharded factors after a more major factor that is not split into single indices."""
-    found = []
+    loose = []
     for mapping in rule.tensors:
         for dim in mapping:
             if len(dim) < 2:
@@ -348,10 +348,10 @@ def _without_major(rule: OpShardingRule, mesh: DeviceMesh, cuts: Cuts) -> list[i
             is_whole = True
             for factor in dim:
                 if factor in cuts and not is_whole:
-                    found.append(factor)
+                    loose.append(factor)
                 parts = math.prod(
                     mesh.axis_size(axis) for axis in (cuts[factor].axes if factor in cuts else ())
                 )
                 # Only then are the parts of the next factor contiguous in the dimension.
                 is_whole = is_whole and parts == rule.sizes[factor]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(loose))

@@ -104,9 +104,9 @@ def from_dims(
     ([i, k], [k, j]) -> ([i, j]) {i=4, j=16, k=8} reduction={k}
     """
     tensors = [[_list_factors(dim) for dim in dims] for dims in (*operands, *results)]
-    made = tensors[len(shapes) :]
+    result_dims = tensors[len(shapes) :]
     # The sizes of the operands' dimensions that have a factor alone, and of the results'.
-    given: dict[Any, list[int]] = {}
+    operand_sizes: dict[Any, list[int]] = {}
     returned: dict[Any, int] = {}
     # Operands come first, so that the shorter list ends before results.
     for tensor, (dims, shape) in enumerate(zip(tensors, shapes, strict=False)):
@@ -117,26 +117,28 @@ def from_dims(
             )
         for dim, size in zip(dims, shape, strict=True):
             if len(dim) == 1:
-                given.setdefault(dim[0], []).append(size)
-    for dims, shape in zip(made, result_shapes or (), strict=False):
+                operand_sizes.setdefault(dim[0], []).append(size)
+    for dims, shape in zip(result_dims, result_shapes or (), strict=False):
         for dim, size in zip(dims, shape, strict=True):
             if len(dim) == 1:
                 returned.setdefault(dim[0], size)
     # In the order in which they are first named: a dictionary keeps it, a set would not.
-    used = dict.fromkeys(factor for dims in (*made, *tensors) for dim in dims for factor in dim)
-    found: dict[Any, int] = {}
-    for factor in dict.fromkeys((*(one for one in order if one in used), *used)):
-        own = given.get(factor, ())
+    used = dict.fromkeys(
+        factor for dims in (*result_dims, *tensors) for dim in dims for factor in dim
+    )
+    factor_sizes: dict[Any, int] = {}
+    for factor in dict.fromkeys((*(factor for factor in order if factor in used), *used)):
+        seen = operand_sizes.get(factor, ())
         if sizes is not None and factor in sizes:
-            found[factor] = sizes[factor]
-        elif not own:
+            factor_sizes[factor] = sizes[factor]
+        elif not seen:
             # A factor of compound dimensions alone needs `sizes`; without it, it counts as 1.
-            found[factor] = returned.get(factor, 1)
-        elif own.count(own[0]) == len(own):
-            found[factor] = own[0]
+            factor_sizes[factor] = returned.get(factor, 1)
+        elif seen.count(seen[0]) == len(seen):
+            factor_sizes[factor] = seen[0]
         elif factor in broadcast:
-            size = next(size for size in own if size != 1)
-            if not {*own} <= {1, size}:
+            size = next(size for size in seen if size != 1)
+            if not {*seen} <= {1, size}:
                 raise SpecError(
                     f"shapes {', '.join(map(str, shapes))} do not broadcast; sizes counted from "
                     "the end must be equal, or 1"
@@ -146,13 +148,13 @@ def from_dims(
                     # A dimension that is expanded has a factor by itself, before the other.
                     if dim == (factor,) and shape[place] == 1:
                         tensors[tensor][place] = ((tensor, place),)
-                        found[tensor, place] = 1
-            found[factor] = size
+                        factor_sizes[tensor, place] = 1
+            factor_sizes[factor] = size
         else:
             where = f" in `{pattern}`" if pattern else ""
             raise SpecError(
                 f"shapes {', '.join(map(str, shapes))}: "
-                f"{' and '.join(map(str, dict.fromkeys(own)))} are sizes of {factor}{where}; they "
+                f"{' and '.join(map(str, dict.fromkeys(seen)))} are sizes of {factor}{where}; they "
                 "must be equal"
             )
     for tensor, (dims, shape) in enumerate(
@@ -161,23 +163,23 @@ def from_dims(
         for place, dim in enumerate(dims):
             if not dim:
                 dims[place] = ((tensor, place),)
-                found[tensor, place] = shape[place]
-    of_results = {factor for dims in made for dim in dims for factor in dim}
+                factor_sizes[tensor, place] = shape[place]
+    of_results = {factor for dims in result_dims for dim in dims for factor in dim}
     # Numbers decide ties of propagation, so they follow the order in which factors were found.
-    numbers = {factor: number for number, factor in enumerate(found)}
+    numbers = {factor: number for number, factor in enumerate(factor_sizes)}
 
     def numbered(factors: Iterable[Any]) -> list[int]:
         return [numbers[factor] for factor in factors if factor in numbers] if factors else []
 
     mappings = [[[numbers[factor] for factor in dim] for dim in dims] for dims in tensors]
     kept_whole = [*whole]
-    if found.keys() - of_results:
-        others = (factor for factor in found if factor not in of_results)
-        kept_whole += [one for one in others if one not in reduced and one not in moved]
+    if factor_sizes.keys() - of_results:
+        others = (factor for factor in factor_sizes if factor not in of_results)
+        kept_whole += [factor for factor in others if factor not in reduced and factor not in moved]
     rule = OpShardingRule(
         mappings[: len(shapes)],
         mappings[len(shapes) :],
-        found.values(),
+        factor_sizes.values(),
         reduction=numbered(reduced),
         need_replication=numbered(kept_whole),
         permutation=numbered(moved),
@@ -186,7 +188,8 @@ def from_dims(
     )
     if result_shapes is None:
         result_shapes = [
-            tuple([math.prod([found[factor] for factor in dim]) for dim in dims]) for dims in made
+            tuple([math.prod([factor_sizes[factor] for factor in dim]) for dim in dims])
+            for dims in result_dims
         ]
     return Inferred(
         rule,
@@ -261,40 +264,46 @@ def _spell_pattern(
     operands = [tensor.split() for tensor in before.split(",")] if before.strip() else []
     if len(operands) != len(ranks):
         raise SpecError(f"{len(ranks)} operands for `{pattern}`; {len(operands)} were expected")
-    known = dict(lengths)
-    given = [_spell(words, known, rank) for words, rank in zip(operands, ranks, strict=True)]
-    if None in given:
+    group_lengths = dict(lengths)
+    operand_dims = [
+        _spell(words, group_lengths, rank) for words, rank in zip(operands, ranks, strict=True)
+    ]
+    if None in operand_dims:
         return None
     # Broadcasting gives the result the leading dimensions of the operand with the most.
-    known["..."] = max((sum(str(one)[0] == "." for one in dims) for dims in given), default=0)
-    made = [_spell(tensor.split(), known) for tensor in after.split(",")]
-    dims = itertools.chain.from_iterable((*made, *given))
-    factors = list(dict.fromkeys(one for dim in dims for one in _list_factors(dim)))
+    group_lengths["..."] = max(
+        (sum(str(dim)[0] == "." for dim in dims) for dims in operand_dims), default=0
+    )
+    result_dims = [_spell(tensor.split(), group_lengths) for tensor in after.split(",")]
+    dims = itertools.chain.from_iterable((*result_dims, *operand_dims))
+    factors = list(dict.fromkeys(factor for dim in dims for factor in _list_factors(dim)))
     # Factors are letters, or a letter or a dot, and a number.
     options: dict[str, Any] = {
-        kind: value if kind == "reduction" else [one for one in factors if one[0] in value]
+        kind: value if kind == "reduction" else [factor for factor in factors if factor[0] in value]
         for kind, value in kinds
     }
-    options["broadcast"] = [one for one in factors if one[0] == "."] + options.get("broadcast", [])
-    options["order"] = [one for letter in order for one in factors if one[0] == letter]
-    return given, made, options
+    options["broadcast"] = [factor for factor in factors if factor[0] == "."] + options.get(
+        "broadcast", []
+    )
+    options["order"] = [factor for letter in order for factor in factors if factor[0] == letter]
+    return operand_dims, result_dims, options
 
 
-def _spell(words: Sequence[str], known: dict[str, int], ndim: int | None = None) -> Any:
+def _spell(words: Sequence[str], lengths: dict[str, int], ndim: int | None = None) -> Any:
     """Return the dimensions that words stand for, or None if they do not fit.
 
     A group of dimensions whose length is not known has the rest of `ndim` dimensions, and it is
     known from then on; but `...` and `*_` may have other lengths in each operand.
     """
     names = {word: word if word == "..." else word[1:] for word in words if word[0] in ".*"}
-    counts = {word: known.get(name) for word, name in names.items()}
+    counts = {word: lengths.get(name) for word, name in names.items()}
     for word, name in names.items():
         if counts[word] is None and ndim is not None:
-            others = [counts[one] for one in counts if one != word]
-            rest = ndim - (len(words) - len(names)) - sum(one or 0 for one in others)
+            others = [counts[other] for other in counts if other != word]
+            rest = ndim - (len(words) - len(names)) - sum(length or 0 for length in others)
             counts[word] = rest
             if name not in ("...", "_"):
-                known[name] = rest
+                lengths[name] = rest
     dims: list[Dim] = []
     for word in words:
         if word in names:
@@ -314,12 +323,14 @@ def replicated_rule(operands: Iterable[Shape], results: Iterable[Shape] = ()) ->
     >>> print(replicated_rule([(4,), (2,)], [(8,)]))
     ([i], [j]) -> ([k]) {i=4, j=2, k=8} need_replication={i, j, k}
     """
-    shapes, made = list(operands), list(results)
+    shapes, result_shapes = list(operands), list(results)
     numbers = itertools.count()
-    tensors = [[next(numbers) for _ in shape] for shape in (*shapes, *made)]
+    tensors = [[next(numbers) for _ in shape] for shape in (*shapes, *result_shapes)]
     factors = range(next(numbers))
-    given, returned = tensors[: len(shapes)], tensors[len(shapes) :]
-    return from_dims(given, returned, shapes, made, order=factors, whole=factors).rule
+    operand_dims, returned = tensors[: len(shapes)], tensors[len(shapes) :]
+    return from_dims(
+        operand_dims, returned, shapes, result_shapes, order=factors, whole=factors
+    ).rule
 
 
 Axes = int | Sequence[int] | None
@@ -351,7 +362,7 @@ def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
     >>> broadcast_shape([(8, 1), (4,), ()])
     (8, 4)
     """
-    found: list[int] = []
+    result: list[int] = []
     # From the last dimension to the first, because shapes are aligned at the end.
     for back in range(1, max((len(shape) for shape in shapes), default=0) + 1):
         sizes = {shape[-back] for shape in shapes if len(shape) >= back}
@@ -360,8 +371,8 @@ def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
                 f"shapes {', '.join(map(str, shapes))} do not broadcast; sizes counted from the "
                 "end must be equal, or 1"
             )
-        found.append(next(iter(sizes - {1}), 1))
-    return tuple(reversed(found))
+        result.append(next(iter(sizes - {1}), 1))
+    return tuple(reversed(result))
 
 
 def one_operand(name: str, shapes: Sequence[Shape]) -> Shape:

@@ -76,30 +76,30 @@ class Template:
         """
         check_type(text, str, "text of a sharding rule", "give a str", NotationError)
         # 1. The sizes in the text; the text of a rule needs a size for every factor.
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"\s*(?P<operands>\([^()]*\))\s*->\s*(?P<results>\([^()]*\))"
             r"\s*(?:\{(?P<sizes>[^{}]*)\})?(?P<kinds>(?:\s*\w+\s*=\s*\{[^{}]*\})*)\s*",
             text,
         )
-        if found is None:
+        if match is None:
             raise NotationError(
                 f"{text!r} is not a sharding rule; write it as ([i, k], [k, j]) -> ([i, j]) "
                 "reduction={k}"
             )
-        operands, repeated = re.subn(r"\]\s*,\s*\.\.\.\s*\)", "])", found["operands"])
-        said = {item.partition("=")[0].strip() for item in (found["sizes"] or "").split(",")}
+        operands, repeated = re.subn(r"\]\s*,\s*\.\.\.\s*\)", "])", match["operands"])
+        said = {item.partition("=")[0].strip() for item in (match["sizes"] or "").split(",")}
         # 2. The other factors follow in the order of the module's templates, with a dummy size.
         # Results first: factors of results have the lower numbers, which win ties of propagation.
-        names = dict.fromkeys(re.findall(FACTOR_NAME, found["results"] + operands))
+        names = dict.fromkeys(re.findall(FACTOR_NAME, match["results"] + operands))
         others = ", ".join(f"{name}=1" for name in names if name not in said)
-        sizes = ", ".join(one for one in (others, (found["sizes"] or "").strip()) if one)
-        rule = OpShardingRule.parse(f"{operands} -> {found['results']} {{{sizes}}}{found['kinds']}")
+        sizes = ", ".join(part for part in (others, (match["sizes"] or "").strip()) if part)
+        rule = OpShardingRule.parse(f"{operands} -> {match['results']} {{{sizes}}}{match['kinds']}")
         if repeated and len(rule.operands) != 1:
             raise NotationError(f"{text!r}: ... follows a single operand; write it as ([i], ...)")
         # 3. Every size is given by an operand's shape or by the text.
-        told = {dim[0] for mapping in rule.operands for dim in mapping if len(dim) == 1}
+        determined = {dim[0] for mapping in rule.operands for dim in mapping if len(dim) == 1}
         for factor, name in enumerate(rule.names):
-            if factor not in told and name not in said:
+            if factor not in determined and name not in said:
                 raise SpecError(
                     f"no dimension of {text!r} determines the size of factor {name}, since no "
                     f"operand has a dimension of {name} alone; give it, as in {{{name}=4}}"
@@ -244,10 +244,10 @@ def transpose_template(rank: int, perm: Sequence[int]) -> Template:
     ([j, k, i]) -> ([i, j, k]) {i=2, j=4, k=8}
     """
     check_int(rank, "rank", SpecError)
-    given = check_ints(perm, "permutation", SpecError, None)
-    axes = tuple(axis + rank if axis < 0 else axis for axis in given)
+    permutation = check_ints(perm, "permutation", SpecError, None)
+    axes = tuple(axis + rank if axis < 0 else axis for axis in permutation)
     if sorted(axes) != list(range(rank)):
-        raise SpecError(f"permutation {given} of {rank} dimensions; name each of them once")
+        raise SpecError(f"permutation {permutation} of {rank} dimensions; name each of them once")
     # Factors are numbered by the result's dimensions.
     operand = [axes.index(dim) for dim in range(rank)]
     return Template((_as_plain(operand),), (_as_plain(range(rank)),), (None,) * rank)
@@ -259,7 +259,7 @@ def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[
     >>> print(broadcast_with_shapes_template((1, 8), (4, 3, 8)).rule((1, 8)))
     ([j, l]) -> ([i, k, l]) {i=4, j=1, k=3, l=8} need_replication={j}
     """
-    in_shape, out_shape = (check_ints(one, "shape", SpecError) for one in (in_shape, out_shape))
+    in_shape, out_shape = (check_ints(shape, "shape", SpecError) for shape in (in_shape, out_shape))
     missing = len(out_shape) - len(in_shape)
     operand: list[int] = []
     result: list[int] = []
@@ -300,7 +300,7 @@ def reshape_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Templ
     >>> print(reshape_template((6, 4), (8, 3)).rule((6, 4)))
     ([ij, l]) -> ([ik, m]) {i=2, j=3, k=4, l=4, m=3} need_replication={j, k, l, m}
     """
-    in_shape, out_shape = (check_ints(one, "shape", SpecError) for one in (in_shape, out_shape))
+    in_shape, out_shape = (check_ints(shape, "shape", SpecError) for shape in (in_shape, out_shape))
     operand, result, sizes = reshape_factors(in_shape, out_shape)
     of_operand = {factor for dim in operand for factor in dim}
     of_result = {factor for dim in result for factor in dim}
@@ -316,10 +316,10 @@ def einsum_template(text: str) -> Template:
     """
     if not isinstance(text, str):
         raise SpecError(f"{text!r} is not an einsum; write it as bik,bkj->bij")
-    found = re.fullmatch(r"([a-zA-Z]*(?:,[a-zA-Z]*)*)->([a-zA-Z]*)", re.sub(r"\s", "", text))
-    if found is None:
+    match = re.fullmatch(r"([a-zA-Z]*(?:,[a-zA-Z]*)*)->([a-zA-Z]*)", re.sub(r"\s", "", text))
+    if match is None:
         raise SpecError(f"{text!r} is not an einsum; write it as bik,bkj->bij")
-    operands, result = found[1].split(","), found[2]
+    operands, result = match[1].split(","), match[2]
     for letters in (*operands, result):
         if len(set(letters)) != len(letters):
             raise SpecError(f"{letters!r} of {text!r} has a letter twice; take the diagonal first")
@@ -347,13 +347,13 @@ def dimensions(rank: int, dims: Iterable[int]) -> tuple[int, ...]:
     """
     asked = tuple(dims)
     try:
-        given = tuple(map(index, asked))
+        numbers = tuple(map(index, asked))
     except TypeError:
         raise SpecError(f"dimensions {asked} of {rank}; name them by whole numbers") from None
-    found = sorted(dim + rank if dim < 0 else dim for dim in given)
-    if len(set(found)) != len(found) or any(not 0 <= dim < rank for dim in found):
-        raise SpecError(f"dimensions {given} of {rank}; name some of 0 to {rank - 1}, each once")
-    return tuple(found)
+    resolved = sorted(dim + rank if dim < 0 else dim for dim in numbers)
+    if len(set(resolved)) != len(resolved) or any(not 0 <= dim < rank for dim in resolved):
+        raise SpecError(f"dimensions {numbers} of {rank}; name some of 0 to {rank - 1}, each once")
+    return tuple(resolved)
 
 
 def reshape_factors(

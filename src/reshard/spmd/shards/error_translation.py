@@ -47,14 +47,16 @@ def infer_checked(
 
     Raises SpecError if the operator does not accept the operands' shapes or its attributes.
     """
-    shapes = [() if one is None else one.shape for one in operands]
+    shapes = [() if operand is None else operand.shape for operand in operands]
     try:
         return operator.inferred(shapes, **attributes)
     except SpecError as error:
-        given = ", ".join("a number" if one is None else str(one) for one in operands)
+        described = ", ".join(
+            "a number" if operand is None else str(operand) for operand in operands
+        )
         said = f"{operator.name} of "
         text = str(error).removeprefix(said)
-        raise SpecError(f"{said}{given}: {text}") from None
+        raise SpecError(f"{said}{described}: {text}") from None
 
 
 def check_types(
@@ -70,7 +72,7 @@ def check_types(
     takes_few = is_known or operator.name in ("sort", "argsort")
     if not takes_few or not _lacks_elements(work):
         return
-    numbers = [one for one in operands if not isinstance(one, ArrayValue)]
+    numbers = [operand for operand in operands if not isinstance(operand, ArrayValue)]
     try:
         compute_few(operator, work, numbers)
     except REFUSALS as error:
@@ -80,9 +82,10 @@ def check_types(
 def _lacks_elements(work: LocalWork) -> bool:
     """Return whether no rank is here, or all parts here of a nonempty operand are empty."""
     return not work.ranks or any(
-        one is not None and 0 not in one.shape and all(0 in shape for shape in parts)
-        for one, parts in (
-            (one, work.operand_shapes_here(number)) for number, one in enumerate(work.operands)
+        operand is not None and 0 not in operand.shape and all(0 in shape for shape in parts)
+        for operand, parts in (
+            (operand, work.operand_shapes_here(number))
+            for number, operand in enumerate(work.operands)
         )
     )
 
@@ -93,10 +96,10 @@ def make_refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exce
     # library's own error.
     if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
         return error
-    given = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
+    described = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
     kind = ArrayIndexError if isinstance(error, IndexError) else UsageError
     refusal = kind(
-        f"{name} of {given}: {runner.computing.name} cannot: {str(error).strip()}; give it "
+        f"{name} of {described}: {runner.computing.name} cannot: {str(error).strip()}; give it "
         "elements that it takes, by sp.astype for instance"
     )
     refusal.__cause__ = error

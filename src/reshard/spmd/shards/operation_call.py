@@ -95,7 +95,7 @@ def make_run(
     views = may_view(operator, len(call.operands))
     new = wrap.__new__
     # If this process has no shards, there are no functions.
-    is_same = len({id(one) for one in functions}) == 1
+    is_same = len({id(function) for function in functions}) == 1
     function: Callable[..., Any] = functions[0] if is_same else compute
     # A single result, one function for all ranks, and no failure that only some ranks could have:
     # operations on arrays of fitting shardings, and on numbers, the most frequent.
@@ -106,34 +106,34 @@ def make_run(
 
         def run_one(x: Any) -> Any:
             # Inlined from `of_shards`, which saves a call per operation.
-            made = new(wrap)
-            made.type = result
+            array = new(wrap)
+            array.type = result
             try:
-                made._shards = tuple(map(function, x._shards))
+                array._shards = tuple(map(function, x._shards))
             except REFUSALS as error:
                 refuse(name, (x,), runner, error)
-            made.runner = runner
+            array.runner = runner
             if views and x.is_given:
-                made.mark_given()
-            return made
+                array.mark_given()
+            return array
 
         return run_one
     if is_plain and len(call.operands) == 2:
         has_left, has_right = (kind is not None for kind in call.operands)
 
         def run_two(x: Any, y: Any) -> Any:
-            made = new(wrap)
-            made.type = result
+            array = new(wrap)
+            array.type = result
             left = x._shards if has_left else itertools.repeat(x)
             right = y._shards if has_right else itertools.repeat(y)
             try:
-                made._shards = tuple(map(function, left, right))
+                array._shards = tuple(map(function, left, right))
             except REFUSALS as error:
                 refuse(name, (x, y), runner, error)
-            made.runner = runner
+            array.runner = runner
             if views:
-                mark_views((x, y), (made,))
-            return made
+                mark_views((x, y), (array,))
+            return array
 
         return run_two
     count = len(functions)
@@ -163,21 +163,21 @@ def wrap_results(
         [rows] if call.is_single else [[row[n] for row in rows] for n in range(len(call.made))]
     )
     arrays = []
-    for made, column, result in zip(call.made, columns, call.results, strict=True):
+    for computed, column, result in zip(call.made, columns, call.results, strict=True):
         shards = tuple(column)
-        if result.spec is not None and made.spec is not result.spec:
+        if result.spec is not None and computed.spec is not result.spec:
             # Contributions are reduce-scattered.
-            shards = runner.movement(made, result.spec)(shards)
+            shards = runner.movement(computed, result.spec)(shards)
         arrays.append(wrap.of_shards(result, shards, runner))
     return tuple(arrays)
 
 
 def mark_views(operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:
     """Mark results as given if they may be views of arrays that a program passed."""
-    for one in operands:
-        if isinstance(one, ArrayValue) and one.is_given:
-            for made in results:
-                made.mark_given()
+    for operand in operands:
+        if isinstance(operand, ArrayValue) and operand.is_given:
+            for result in results:
+                result.mark_given()
             return
 
 
@@ -319,7 +319,9 @@ def unrecorded() -> Iterator[None]:
     If a function is traced inside, tapes see only its operations on arrays from outside.
     """
     before = recorders.active
-    recorders.active = tuple(own for one in before if (own := one.of_elements) is not None)
+    recorders.active = tuple(
+        inner for recorder in before if (inner := recorder.of_elements) is not None
+    )
     try:
         yield
     finally:
@@ -375,20 +377,22 @@ def call(
         # As text, in which 1, 1.0 and True are different.
         parts += repr(attributes), repr(options)
     key = tuple(parts)
-    found = runner.calls.get(key)
+    compiled = runner.calls.get(key)
     # Factors are checked at each call, because arrays of equal types may differ in elements.
-    if found is None or (found.factors and not are_finite(found.factors, operands, runner)):
+    if compiled is None or (
+        compiled.factors and not are_finite(compiled.factors, operands, runner)
+    ):
         return _compile(name, operands, attributes or {}, options or {}, runner, key)
-    results = found.run(*operands)
+    results = compiled.run(*operands)
     if recorders.active:
-        _notify(found, operands, results)
+        _notify(compiled, operands, results)
     return results
 
 
 def _notify(done: CompiledCall, operands: Sequence[Any], results: Any) -> None:
-    made = results if isinstance(results, tuple) else (results,)
+    arrays = results if isinstance(results, tuple) else (results,)
     for recorder in recorders.active:
-        notify_recorder(recorder, done, operands, made)
+        notify_recorder(recorder, done, operands, arrays)
 
 
 def notify_recorder(
@@ -426,16 +430,16 @@ def _refuse_operands(name: str, operands: Sequence[Any]) -> UsageError:
 def common_mesh(name: str, types: Sequence[ArrayType | None]) -> DeviceMesh | None:
     """Return the mesh of the sharded operands. Raises MeshError if they have different meshes."""
     mesh: DeviceMesh | None = None
-    for one in types:
-        if one is None or one.spec is None:
+    for array_type in types:
+        if array_type is None or array_type.spec is None:
             continue
         if mesh is None:
-            mesh = one.spec.mesh
+            mesh = array_type.spec.mesh
         # Equal meshes are the same object.
-        elif one.spec.mesh is not mesh:
+        elif array_type.spec.mesh is not mesh:
             raise MeshError(
-                f"{name} of arrays over {mesh!r} and over {one.spec.mesh!r}; an operation has one "
-                "mesh: bring one array to the other's with x.shard(spec)"
+                f"{name} of arrays over {mesh!r} and over {array_type.spec.mesh!r}; an "
+                "operation has one mesh: bring one array to the other's with x.shard(spec)"
             )
     return mesh
 
@@ -462,24 +466,24 @@ def laid_out(
 
     Pending sums are reduced first where the operator cannot work on contributions.
     """
-    shapes = [() if one is None else one.shape for one in operands]
+    shapes = [() if operand is None else operand.shape for operand in operands]
     inferred = operator.inferred(shapes, **attributes)
     axes, reduction = kept_partial(operator, operands, attributes) if allows_partial else ((), None)
     specs = [
         replicated(mesh, len(shape))
-        if one is None or one.spec is None
-        else without_partial(one.spec)
-        for one, shape in zip(operands, shapes, strict=True)
+        if operand is None or operand.spec is None
+        else without_partial(operand.spec)
+        for operand, shape in zip(operands, shapes, strict=True)
     ]
     if operator.placed is not None:
         chosen = operator.placed(specs, shapes, attributes)
         if chosen is not None:
-            runs, made = chosen
-            return _Layout(inferred, runs, made, made, False)
+            runs, computed = chosen
+            return _Layout(inferred, runs, computed, computed, False)
     # Adjusted factors are sharded only if the local function finds the offset of its part.
     knows_place = operator.knows_place
     is_known = knows_place is not None and knows_place(specs, shapes, attributes)
-    placed, made, results = aligned_by_bytes(
+    placed, computed, results = aligned_by_bytes(
         inferred.rule,
         tuple(specs),
         tuple(shapes),
@@ -487,18 +491,20 @@ def laid_out(
         () if is_known else inferred.adjusted,
         inferred.leading,
     )
-    if any(spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in made):
+    if any(
+        spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in computed
+    ):
         # An array is partial by a single reduction, so the operands are combined first.
         return laid_out(operator, operands, attributes, mesh, allows_partial=False)
     if axes:
-        made = tuple(with_partial(spec, axes, reduction) for spec in made)
+        computed = tuple(with_partial(spec, axes, reduction) for spec in computed)
         results = tuple(with_partial(spec, axes, reduction) for spec in results)
     runs_with: list[ShardingSpec | None] = []
-    for one, spec in zip(operands, placed, strict=True):
-        own = () if one is None or one.spec is None else one.spec.partial_axes
-        kept = tuple(axis for axis in own if axis in axes)
-        runs_with.append(None if one is None else with_partial(spec, kept, reduction))
-    return _Layout(inferred, tuple(runs_with), made, results, bool(axes))
+    for operand, spec in zip(operands, placed, strict=True):
+        pending = () if operand is None or operand.spec is None else operand.spec.partial_axes
+        partial_axes = tuple(axis for axis in pending if axis in axes)
+        runs_with.append(None if operand is None else with_partial(spec, partial_axes, reduction))
+    return _Layout(inferred, tuple(runs_with), computed, results, bool(axes))
 
 
 def _compile(
@@ -535,7 +541,8 @@ def _compile(
     # 2. Without a rule or a mesh each rank works on whole operands.
     if layout is None:
         runs_with = tuple(
-            None if one is None or mesh is None else replicated(mesh, one.ndim) for one in types
+            None if array_type is None or mesh is None else replicated(mesh, array_type.ndim)
+            for array_type in types
         )
     else:
         runs_with = layout.runs_with
@@ -544,12 +551,12 @@ def _compile(
     factors = factors_of(operands, runs_with) if layout and layout.keeps_pending else ()
     if factors and not are_finite(factors, operands, runner):
         key = (*key, "contributions combined before")
-        found = runner.calls.get(key)
-        if found is None:
+        compiled = runner.calls.get(key)
+        if compiled is None:
             return _compile(name, operands, attributes, options, runner, key, False)
-        made_again = found.run(*operands)
+        made_again = compiled.run(*operands)
         if recorders.active:
-            _notify(found, operands, made_again)
+            _notify(compiled, operands, made_again)
         return made_again
     # 4. Movements of operands, and the function that each rank computes.
     ranks = runner.ranks(mesh)
@@ -569,8 +576,8 @@ def _compile(
         name,
         {**attributes, **options},
         tuple(
-            None if one is None else one.with_spec(spec)
-            for one, spec in zip(types, runs_with, strict=True)
+            None if array_type is None else array_type.with_spec(spec)
+            for array_type, spec in zip(types, runs_with, strict=True)
         ),
         () if layout is None else layout.made_specs,
         () if inferred is None else tuple(inferred.result_shapes),
@@ -592,14 +599,24 @@ def _compile(
     # 6. Types of the results. If they do not allow partial sums, it is compiled again without.
     if rows:
         is_single = not isinstance(rows[0], tuple | list)
-        given = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
-        made = _find_result_types(work, given, mesh, layout, runner)
+        outputs = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
+        computed_types = _find_result_types(work, outputs, mesh, layout, runner)
     else:
-        made, is_single = _suppose_result_types(operator, work, operands, layout)
-    if layout is not None and layout.keeps_pending and not types_allow_partial(types, made):
+        computed_types, is_single = _suppose_result_types(operator, work, operands, layout)
+    if (
+        layout is not None
+        and layout.keeps_pending
+        and not types_allow_partial(types, computed_types)
+    ):
         return _compile(name, operands, attributes, options, runner, key, False)
-    specs = [one.spec for one in made] if layout is None else layout.result_specs
-    results = tuple(one.with_spec(spec) for one, spec in zip(made, specs, strict=True))
+    specs = (
+        [array_type.spec for array_type in computed_types]
+        if layout is None
+        else layout.result_specs
+    )
+    results = tuple(
+        array_type.with_spec(spec) for array_type, spec in zip(computed_types, specs, strict=True)
+    )
     # 7. Cache the compiled operation for later calls.
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
     done = CompiledCall(
@@ -608,7 +625,7 @@ def _compile(
         options,
         types,
         runs_with,
-        made,
+        computed_types,
         results,
         None if inferred is None else inferred.rule,
         factors,
@@ -646,7 +663,7 @@ def _suppose_result_types(
 
 def _find_result_types(
     work: LocalWork,
-    made: list[tuple[Any, ...]],
+    outputs: list[tuple[Any, ...]],
     mesh: DeviceMesh | None,
     layout: _Layout | None,
     runner: Runner,
@@ -654,7 +671,7 @@ def _find_result_types(
     """Return the results' types, checked against what the ranks computed."""
     types = []
     # Element types are read off the first rank's shards; shapes and shardings come from the rule.
-    for number, array in enumerate(made[0]):
+    for number, array in enumerate(outputs[0]):
         dtype = runner.library.dtype_of(array)
         if layout is None:
             shape = tuple(array.shape)
@@ -663,14 +680,14 @@ def _find_result_types(
             )
         else:
             types.append(ArrayType(work.result_shapes[number], dtype, layout.made_specs[number]))
-    for number, one in enumerate(types):
-        shapes = one.layout.local_shapes
-        for rank, row in zip(work.ranks, made, strict=True):
+    for number, array_type in enumerate(types):
+        shapes = array_type.layout.local_shapes
+        for rank, row in zip(work.ranks, outputs, strict=True):
             expected = shapes.get(rank)
             if tuple(row[number].shape) != expected:
                 raise ShardError(
                     f"{work.name} made a shard of shape {list(row[number].shape)} on rank {rank}, "
-                    f"but result {number} sharded by `{one.spec}` has {list(expected or ())} "
-                    "there; its rule and what it computes do not fit"
+                    f"but result {number} sharded by `{array_type.spec}` has "
+                    f"{list(expected or ())} there; its rule and what it computes do not fit"
                 )
     return tuple(types)

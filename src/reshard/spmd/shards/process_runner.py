@@ -126,7 +126,7 @@ def refuse_gradient(runner: Runner, kind: ArrayType, shards: Shards) -> None:
 
     The other processes would not know that they must take part in the backward pass.
     """
-    if any(isinstance(one, torch.Tensor) and records_gradient(one) for one in shards):
+    if any(isinstance(shard, torch.Tensor) and records_gradient(shard) for shard in shards):
         raise UsageError(
             f"a tensor that records gradients, as a shard of {kind} over a mesh without some of "
             "the processes: PyTorch's gradients do not go there; use sp.grad, or detach it"
@@ -237,16 +237,16 @@ def _combine_extremes(
     """Return the maximum (or minimum) of contributions, on all ranks that have contributions."""
     combined = without_partial(spec)
     counted = ShardingSpec(spec.mesh, spec.dim_specs, partial_axes=spec.partial_axes)
-    found = runner.movement(kind, combined)((tensor.detach(),))[0]
-    is_it = (tensor.detach() == found).to(tensor.dtype)
+    extreme = runner.movement(kind, combined)((tensor.detach(),))[0]
+    is_it = (tensor.detach() == extreme).to(tensor.dtype)
     # No contribution equals a maximum that is NaN: its count is 0.
     share = is_it / _move(runner, kind, counted, combined, is_it).clamp(min=1)
 
     def back(gradient: Tensor) -> Tensor:
-        own = _move(runner, kind, gradient_spec(combined), gradient_spec(spec), gradient)
-        return own * share
+        moved = _move(runner, kind, gradient_spec(combined), gradient_spec(spec), gradient)
+        return moved * share
 
-    return TransposedMovement.apply(tensor, lambda _: found, back)
+    return TransposedMovement.apply(tensor, lambda _: extreme, back)
 
 
 def _check(source: ArrayType, spec: ShardingSpec, may_share: bool = False) -> None:
@@ -254,16 +254,16 @@ def _check(source: ArrayType, spec: ShardingSpec, may_share: bool = False) -> No
 
     With `may_share`, the windows of the target sharding `spec` may overlap.
     """
-    for one in (source.spec, spec):
-        if one is None:
+    for side in (source.spec, spec):
+        if side is None:
             continue
-        for dim, size in zip(one.dim_specs, source.shape, strict=True):
+        for dim, size in zip(side.dim_specs, source.shape, strict=True):
             if all(level.rule.is_default for level in dim.levels):
                 continue
-            if may_share and one is spec and _has_windows(dim, spec, size):
+            if may_share and side is spec and _has_windows(dim, spec, size):
                 continue
             # The count includes halos: it exceeds the size if an element is in two parts.
-            if int(dim.table(one.mesh, size).element_lengths.sum()) != size:
+            if int(dim.table(side.mesh, size).element_lengths.sum()) != size:
                 raise UsageError(
                     f"a gradient through a movement of {source} from `{source.spec}` to `{spec}`: "
                     f"parts of `{dim}` have elements in common, and gradients between processes "
@@ -338,8 +338,8 @@ class OverProcesses(Runner):
                 return by_hosts(shards)
             agreed = _agreed.get()
             is_own = agreed is not None and agreed.runner is self
-            made = prepared.run(_read_own(shards), agreed.group if agreed and is_own else None)
-            return () if made is None else (made,)
+            shard = prepared.run(_read_own(shards), agreed.group if agreed and is_own else None)
+            return () if shard is None else (shard,)
 
         return moved
 
@@ -365,8 +365,8 @@ class OverProcesses(Runner):
             own = _read_own(shards)
             dtype = getattr(torch, source.dtype.name)
             options: dict[str, Any] = {"source": source.layout, "group": self.group, "dtype": dtype}
-            found = redistribute(own, target, **options)
-            return () if found is None else (found,)
+            shard = redistribute(own, target, **options)
+            return () if shard is None else (shard,)
 
         return moved
 
@@ -384,7 +384,7 @@ class OverProcesses(Runner):
 
             def begin(move: Movement, shards: Shards) -> Callable[[], Shards]:
                 # Streams of a device belong to threads.
-                is_here = any(one.device.type != "cpu" for one in shards)
+                is_here = any(shard.device.type != "cpu" for shard in shards)
                 return sequence.begin(partial(move, shards), is_here).result
 
             with set_context(_agreed, _Agreed(self, sequence.group)):
@@ -414,9 +414,9 @@ class OverProcesses(Runner):
                 return None
             # Send the text, not the error itself: errors of libraries may not be picklable, and
             # their classes may take other arguments than a text.
-            known = type(failure) if isinstance(failure, ReshardError) else RunError
-            told = None if failure is None else (known, str(failure))
-            kind, text = share(told, group.slots - first, group)
+            error_class = type(failure) if isinstance(failure, ReshardError) else RunError
+            report = None if failure is None else (error_class, str(failure))
+            kind, text = share(report, group.slots - first, group)
         repeated = self.collective_error(kind(text))
         # The rank that failed shows its own traceback; others have none.
         repeated.__cause__ = failure
