@@ -27,6 +27,16 @@ def test_dlpack_takes_what_the_standard_says(library: str) -> None:
         x.__dlpack__(dl_device=(2, 0))
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_copy_for_numpy_has_memory_of_its_own(library: str) -> None:
+    with sp.running(sp.in_process(library)):
+        x = sp.array(DATA, spec(DeviceMesh.of(x=2), "-, -"))
+    np.array(x)[:] = -1
+    np.array(x, copy=True)[:] = -1
+    np.array(x, dtype=np.float64)[:] = -1
+    np.testing.assert_array_equal(np.asarray(x), DATA)
+
+
 def test_a_dimension_is_added_by_place_too() -> None:
     assert sp.expand_dims(sp.array(DATA), 0).shape == (1, 4, 3)
     assert sp.expand_dims(sp.array(DATA), axis=-1).shape == (4, 3, 1)

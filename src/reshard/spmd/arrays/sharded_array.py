@@ -557,7 +557,9 @@ class ShardedArray(ArrayValue):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         dense = self.runner.library.numpy(self.to_dense())
-        return dense if dtype is None else dense.astype(dtype)
+        if copy is None:
+            return dense if dtype is None else dense.astype(dtype)
+        return np.array(dense, dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         return by_ufunc(ufunc, method, inputs, options)

@@ -387,8 +387,8 @@ def _check_rank(spec: ShardingSpec, graph: Graph, number: int) -> None:
 class _Propagation:
     """One propagation over a graph.
 
-    Shardings have numbers here, so that repeated updates are looked up: a
-    model is a few layers, many times. `state` has the number of each value's sharding, and under
+    Shardings have numbers here, so that updates are looked up when they repeat, as in the equal
+    layers of a model. `state` has the number of each value's sharding, and under
     -1, -2 and so on those of the outputs; None if a value is not sharded yet.
     """
 

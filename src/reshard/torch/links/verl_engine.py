@@ -187,7 +187,8 @@ class StreamEnd:
             shape, kind = list(tensor.shape), as_dtype(tensor.dtype).name
             # A tensor without dimensions cannot be viewed as bytes.
             whole = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            entry = _ENTRY_BYTES + 4 * len(name) + 24 * len(shape)
+            # In JSON a character of a name may take up to 12 bytes.
+            entry = _ENTRY_BYTES + len(json.dumps(name)) + 24 * len(shape)
             if entry + used >= self.bucket_size and not table:
                 raise UsageError(
                     f"buckets of {self.bucket_size} bytes have no room for the name {name!r}; "

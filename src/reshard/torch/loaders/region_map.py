@@ -43,7 +43,10 @@ _WIDER = {
     "int8": {"int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"},
     "int16": {"int32", "int64", "float32", "float64"},
     "int32": {"int64", "float64"},
-    "bool": {"uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32"},
+    "bool": {
+        *("uint8", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64"),
+    },
 }
 CAST, BITS = "to ", "bits as "
 

@@ -190,16 +190,15 @@ def _read_parameters(
     group: dist.ProcessGroup | None,
 ) -> int:
     """Read the tensors of a checkpoint into parameters; return the number of bytes read."""
-    in_place, staged_names = {}, []
+    in_place, sizes_bytes = {}, {}
     for name, stored in bound.tensors.items():
         tensor = tensors[name].detach()
         is_same = as_dtype(tensor.dtype) is stored.dtype and tensor.is_contiguous()
         if is_same and tensor.device.type == "cpu" and stored.size_bytes:
             in_place[name] = TorchTensors(tensor).storage(tensor, name)
         elif stored.size_bytes:
-            staged_names.append(name)
-
-    sizes_bytes = {name: bound[name].size_bytes for name in staged_names}
+            sizes_bytes[name] = stored.size_bytes
+    own_names = frozenset(sizes_bytes)
     readers = 1
     if group is not None and isinstance(bound.folder, RemotePath):
         readers, sizes_bytes = _agree_with_host(sizes_bytes, group)
@@ -216,7 +215,7 @@ def _read_parameters(
     for batch in _make_batches(sizes_bytes):
         # A rank that needs nothing of a batch takes part in it, because its host's ranks share
         # reads.
-        entries = [bound[name] for name in batch if name in staged_names]
+        entries = [bound[name] for name in batch if name in own_names]
         staged = {
             tensor.name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name))
             for tensor in entries
