@@ -278,7 +278,6 @@ def find_partitioning(
     device: torch.device,
     extra_bytes: int,
     is_grouped: bool | None = None,
-    is_hosted: bool | None = None,
 ) -> tuple[int, int, bool, int]:
     """Return the values that determine, besides the transfers, the partitioning into messages.
 
@@ -289,15 +288,9 @@ def find_partitioning(
     """
     if is_grouped is None:
         is_grouped = group.backend_of(device) == "nccl"
-    if is_hosted is None:
-        is_hosted = group.is_hosted(device)
     # Grouped messages to and from all ranks are in memory at once.
     peers = len(group.ranks) - 1 if is_grouped else 1
     message_bytes = schedule.limit_message_bytes(extra_bytes, peers)
-    shared = _find_shared(group, device, is_grouped, is_hosted)
-    if shared is not None and shared.is_complete:
-        # Smaller, so that packed bytes are still in a cache when they are unpacked.
-        message_bytes = min(message_bytes, schedule.NEAR_MESSAGE_BYTES)
     return group.rank, group.slots, is_grouped, message_bytes
 
 
@@ -349,7 +342,7 @@ class MessageExchange:
         self._device = device
         self._is_hosted = among.is_hosted(device) if is_hosted is None else is_hosted
         _, _, self._is_grouped, message_bytes = find_partitioning(
-            among, device, extra_bytes, is_grouped, is_hosted
+            among, device, extra_bytes, is_grouped
         )
         peers = len(among.ranks) - 1 if self._is_grouped else 1
         if like is None:

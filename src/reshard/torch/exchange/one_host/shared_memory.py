@@ -210,7 +210,6 @@ class SharedMemory:
         devices: DeviceMemory | None = None,
         ratios: Sequence[float] | None = None,
     ) -> None:
-        self.is_complete = is_complete
         self.ratios, self.takes_spans = ratios, ratios is not None
         self._devices = devices if is_complete else None
         self._segments: dict[int, Segment] = {}
