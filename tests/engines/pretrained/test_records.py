@@ -46,6 +46,6 @@ def test_from_pretrained_gives_the_live_model(name: str, saved: str, tmp_path: P
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.tensor(TOKENS)).logits.float()
     expected = torch.tensor(json.loads((record / "logits.json").read_text()))
-    # The weights are equal bit by bit. Logits are rounded differently by the processor that recorded
-    # them, and by Megatron's own kernels.
+    # The weights are equal bit by bit. Logits are rounded differently by other processors than that
+    # of the record, and by Megatron's own kernels.
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
