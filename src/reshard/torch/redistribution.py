@@ -380,12 +380,14 @@ class Redistribution:
             spec = replicated_spec(result_spec)
             if isinstance(gradient, DTensor):
                 source, spec = None, endpoint.sharding_of_dtensor(gradient)
-            found = None
+            program_back = None
             if program is not None:
                 ends = (spec, before.spec, before.layout.shape)
-                found = methods.find_gradient_program(*ends, dtype, len(group.ranks), limit_bytes)
+                program_back = methods.find_gradient_program(
+                    *ends, dtype, len(group.ranks), limit_bytes
+                )
             into = target
-            if found is not None:
+            if program_back is not None:
                 into = target if before.spec is None or before.mesh is not None else before.spec
                 if source is not None:
                     source, options["shape"] = spec, before.layout.shape
@@ -394,7 +396,7 @@ class Redistribution:
                 into,
                 source=source,
                 dtype=dtype,
-                method=found or "exchange",
+                method=program_back or "exchange",
                 **options,
             )
 
@@ -427,8 +429,8 @@ class _Flow(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = ctx.back(gradients[0])
-        return None, found if ctx.has_source else None, None, None
+        gradient = ctx.back(gradients[0])
+        return None, gradient if ctx.has_source else None, None, None
 
 
 def backward_endpoints(
@@ -453,7 +455,9 @@ def backward_endpoints(
     spec = replicated_spec(source.spec)
     if source.mesh is None:
         return after, endpoint.TensorEndpoint(before, spec=spec)
-    placements = [Replicate() if one.is_partial() else one for one in source.placements]
+    placements = [
+        Replicate() if placement.is_partial() else placement for placement in source.placements
+    ]
     return after, endpoint.TensorEndpoint(before, source.mesh, tuple(placements), spec)
 
 

@@ -158,7 +158,7 @@ def stack_rule(shapes: Sequence[Shape], axis: int = 0) -> Inferred:
     >>> print(stack_rule([(4,), (4,)], axis=1).rule)
     ([i], [i]) -> ([i, j]) {i=4, j=2} need_replication={j}
     """
-    movement._check_some("stack", shapes)
+    movement.check_some("stack", shapes)
     if len(set(shapes)) > 1:
         raise SpecError(f"stack of {', '.join(map(str, shapes))}; one shape was expected")
     dims = range(len(shapes[0]) + 1)

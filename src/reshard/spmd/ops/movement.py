@@ -422,7 +422,7 @@ def concat_rule(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
     >>> print(concat_rule([(4, 8), (4, 3)], axis=1).rule)
     ([i, j], [i, j]) -> ([i, j]) {i=4, j=11} need_replication={j}
     """
-    _check_some("concat", shapes)
+    check_some("concat", shapes)
     if axis is None:
         # Elements of flattened arrays are at places that no part of them shares with the result.
         result = (sum(math.prod(shape) for shape in shapes),)
@@ -442,7 +442,7 @@ def concat_rule(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
     )
 
 
-def _check_some(name: str, shapes: Sequence[Shape]) -> None:
+def check_some(name: str, shapes: Sequence[Shape]) -> None:
     if not shapes:
         raise SpecError(f"{name} of no arrays; one or more were expected")
 

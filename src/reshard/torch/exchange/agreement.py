@@ -84,8 +84,8 @@ def device_of(group: Group) -> torch.device:
     """Return the device of tensors for a group's own collectives: the CPU if supported."""
     if isinstance(group, RankGroup):
         return CPU
-    given = group or dist.group.WORLD
-    types = [one.type for one in given._device_types]
+    process_group = group or dist.group.WORLD
+    types = [device_type.type for device_type in process_group._device_types]
     if "cpu" in types or "cuda" not in types:
         return CPU
     return torch.device("cuda", torch.cuda.current_device())
@@ -161,23 +161,23 @@ def _raise_problems(
     own_problem: str | None, group: RankGroup, otherwise: str, cause: Exception | None = None
 ) -> NoReturn:
     # Texts are gathered only when it is known that some rank has a problem.
-    every = gather((own_problem or "").encode(), group)
+    problems_by_rank = gather((own_problem or "").encode(), group)
     ranks_with: dict[str, list[int]] = {}
-    for rank, problem in every.items():
+    for rank, problem in problems_by_rank.items():
         if problem:
             ranks_with.setdefault(problem.decode(errors="replace"), []).append(rank)
     lines = [
-        f"{_name_ranks(of)}: {problem}"
-        for problem, of in list(ranks_with.items())[:_SHOWN_PROBLEMS]
+        f"{_name_ranks(holders)}: {problem}"
+        for problem, holders in list(ranks_with.items())[:_SHOWN_PROBLEMS]
     ]
     group.raise_on_all(RunError(f"{otherwise}: " + "; ".join(lines)), cause)
 
 
 def _raise_threads(name: str, group: RankGroup) -> NoReturn:
-    every = gather(name.encode(), group)
+    names_by_rank = gather(name.encode(), group)
     shown = ", ".join(
         f"rank {rank} calls from {other.decode(errors='replace')!r}"
-        for rank, other in every.items()
+        for rank, other in names_by_rank.items()
     )
     group.raise_on_all(
         PlanError(
@@ -194,8 +194,8 @@ def _raise_difference(intent: CallSignature, group: RankGroup) -> NoReturn:
         (name, (part.hex(), shown.get(name, "")[:_MAX_SHOWN]))
         for name, part in intent.parts.items()
     ]
-    every = gather(json.dumps(None if intent.is_open else own).encode(), group)
-    parts_by_rank = {rank: json.loads(parts) for rank, parts in every.items()}
+    gathered = gather(json.dumps(None if intent.is_open else own).encode(), group)
+    parts_by_rank = {rank: json.loads(parts) for rank, parts in gathered.items()}
     # Compare only digests, since equal calls may have differently spelled texts.
     pairs = [
         (rank, {name: digest for name, (digest, _) in parts})
@@ -215,8 +215,8 @@ def _raise_difference(intent: CallSignature, group: RankGroup) -> NoReturn:
             by_digest.setdefault(parts.get(name), []).append(rank)
         if len(by_digest) > 1:
             sides = [
-                f"{_name_ranks(of)} {_describe_side(digest, texts, position)}"
-                for position, (digest, of) in enumerate(by_digest.items())
+                f"{_name_ranks(holders)} {_describe_side(digest, texts, position)}"
+                for position, (digest, holders) in enumerate(by_digest.items())
             ]
             group.raise_on_all(
                 PlanError(
@@ -257,8 +257,8 @@ def gather(
     Equal bytes are the same object. Raises RunError, with the prefix `otherwise`, if a rank does
     not answer.
     """
-    ((found,), _) = gather_all([own], group, to_first, otherwise)
-    return found
+    ((values,), _) = gather_all([own], group, to_first, otherwise)
+    return values
 
 
 def gather_all(
@@ -271,11 +271,12 @@ def gather_all(
     among = rank_group(group)
     with among.errors(otherwise):
         digests = _gather_digests(values, among)
-        found = [
+        gathered = [
             _gather_unequal(own, [row[number] for row in digests], among, to_first)
             for number, own in enumerate(values)
         ]
-    return [of for of, _ in found], sum(received_bytes for _, received_bytes in found)
+    received_bytes = sum(of_value_bytes for _, of_value_bytes in gathered)
+    return [by_rank for by_rank, _ in gathered], received_bytes
 
 
 def _gather_unequal(
@@ -284,7 +285,7 @@ def _gather_unequal(
     """Return the values of all ranks; equal values come from the first rank that has them."""
     ranks, me = among.ranks, among.rank
     first_with: dict[tuple[int, ...], int] = {}
-    found: dict[tuple[int, ...], bytes] = {}
+    received: dict[tuple[int, ...], bytes] = {}
     received_bytes = 0
     for rank, digest in zip(ranks, digests, strict=True):
         first_with.setdefault(digest, rank)
@@ -293,7 +294,7 @@ def _gather_unequal(
         if to_first and (rank == ranks[0] or me not in (rank, ranks[0])):
             continue
         if not digest[0]:
-            found[digest] = b""
+            received[digest] = b""
             continue
         # The first word of a digest is the length.
         data = tensor_of(own) if me == rank else torch.empty(digest[0], dtype=torch.uint8)
@@ -305,10 +306,10 @@ def _gather_unequal(
             among.receive(data, rank).wait()
         if me != rank:
             received_bytes += len(data)
-            found[digest] = bytes_of(data)
+            received[digest] = bytes_of(data)
     # Values that were not received are this rank's own.
-    every = zip(ranks, digests, strict=True)
-    return {rank: found.get(digest, own) for rank, digest in every}, received_bytes
+    pairs = zip(ranks, digests, strict=True)
+    return {rank: received.get(digest, own) for rank, digest in pairs}, received_bytes
 
 
 def share(value: Any, sender: int, group: Group) -> Any:

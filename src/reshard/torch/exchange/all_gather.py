@@ -99,7 +99,9 @@ class AllGatherRounds:
         ]
         rounds = max(map(len, sizes), default=0)
         # Ranks with a smaller shard send as many bytes as the others; the rest is ignored.
-        self._sizes = [max(of[n] for of in sizes if n < len(of)) for n in range(rounds)]
+        self._sizes = [
+            max(lengths[n] for lengths in sizes if n < len(lengths)) for n in range(rounds)
+        ]
         part_bytes = max(self._sizes, default=0)
         self._half_bytes = (len(self._members) + 1) * part_bytes
         self.extra_bytes = self._half_bytes * min(rounds, _ROUNDS_AHEAD)
@@ -107,8 +109,8 @@ class AllGatherRounds:
 
     def run(self) -> None:
         """Run all rounds. All ranks of the group call this."""
-        for one in self._local:
-            one.target.copy_(one.source)
+        for copy in self._local:
+            copy.target.copy_(copy.source)
         before: _Round | None = None
         for number, size_bytes in enumerate(self._sizes):
             # The next round is in flight before the last round is waited for and unpacked.
@@ -163,11 +165,11 @@ def _place_pieces(
 def _find_shapes(change: LayoutChange) -> dict[tuple[int, int], _Shapes]:
     """Return the shapes of pieces in their order, by sender and receiver."""
     rows = change.transfers.moving
-    found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    shapes_by_pair: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for row in order_transfers(rows):
         key = int(rows.source_slot[row]), int(rows.target_slot[row])
-        found.setdefault(key, []).append(tuple(rows.shape[row].tolist()))
-    return {key: tuple(shapes) for key, shapes in found.items()}
+        shapes_by_pair.setdefault(key, []).append(tuple(rows.shape[row].tolist()))
+    return {key: tuple(shapes) for key, shapes in shapes_by_pair.items()}
 
 
 @lru_cache(maxsize=4096)
@@ -176,4 +178,4 @@ def _size_messages(shapes: _Shapes, dtype: torch.dtype, most_bytes: int) -> tupl
     pieces = messages.MessagePieces.of(
         messages.Piece.of(torch.empty(shape, dtype=dtype, device="meta"), dtype) for shape in shapes
     )
-    return tuple(one.offsets[-1] for one in _list_rounds(pieces, 0, True, most_bytes))
+    return tuple(message.offsets[-1] for message in _list_rounds(pieces, 0, True, most_bytes))

@@ -171,30 +171,32 @@ class ChangeExchange:
             messages, copies, _ = list_messages(
                 of_size[itemsize], group.rank, group.slots, message_bytes
             )
-            self._copies += [copier(one.target, one.source) for one in copies]
+            self._copies += [copier(copy.target, copy.source) for copy in copies]
             listed += [(itemsize, message) for message in messages]
         largest = max((align(message.size_bytes) for _, message in listed), default=0)
         own_bytes = 2 * _SLOTS * largest
-        others = [one.extra_bytes for one in (near, staged) if one is not None]
+        others = [exchange.extra_bytes for exchange in (near, staged) if exchange is not None]
         self.extra_bytes = max(own_bytes, *others, 0)
         if memory is None:
             memory = empty_bytes(own_bytes, device)
         self._slots = [memory[i * largest : (i + 1) * largest] for i in range(2 * _SLOTS)]
         self._messages: list[tuple[int, _Sent | _Received]] = []
-        known: dict[Any, _Sent] = {}
+        known_sends: dict[Any, _Sent] = {}
         for itemsize, message in listed:
-            one: _Sent | _Received
+            part: _Sent | _Received
             if message.is_sent:
                 key = tuple(message.contents)
-                if key not in known:
-                    known[key] = self._prepare_sent(itemsize, message, len(known) % _SLOTS)
-                one = known[key]
-                one.users += 1
+                if key not in known_sends:
+                    known_sends[key] = self._prepare_sent(
+                        itemsize, message, len(known_sends) % _SLOTS
+                    )
+                part = known_sends[key]
+                part.users += 1
             else:
-                one = _prepare_received(itemsize, message)
-            self._messages.append((message.peer, one))
-        self._sent_once = list(known.values())
-        self.kept_bytes = sum(one.kept.nbytes for one in known.values())
+                part = _prepare_received(itemsize, message)
+            self._messages.append((message.peer, part))
+        self._sent_once = list(known_sends.values())
+        self.kept_bytes = sum(sent.kept.nbytes for sent in known_sends.values())
         heads = 8 * _HEAD_WORDS
         self.sent_bytes = sum(m.size_bytes + heads for _, m in listed if m.is_sent)
         self.received_bytes = sum(m.size_bytes + heads for _, m in listed if not m.is_sent)
@@ -261,9 +263,9 @@ class ChangeExchange:
 
     def _remember(self) -> None:
         """Keep the sent elements, after all of them were sent in stages."""
-        for one in self._sent_once:
-            self._pack(one)
-            self._compare(one)
+        for sent in self._sent_once:
+            self._pack(sent)
+            self._compare(sent)
 
     def seems_changed(self) -> bool:
         """Return whether all of what this rank sends is better sent in stages.
@@ -274,12 +276,12 @@ class ChangeExchange:
         if self._staged is None:
             return not self._sent_once
         changed = looked = 0
-        for one in self._sent_once[:: len(self._sent_once) // _SAMPLES + 1]:
-            self._pack(one)
-            sample = one.data[: _SAMPLE_BYTES // one.data.itemsize]
-            kept = one.kept[: len(sample)]
+        for sent in self._sent_once[:: len(self._sent_once) // _SAMPLES + 1]:
+            self._pack(sent)
+            sample = sent.data[: _SAMPLE_BYTES // sent.data.itemsize]
+            kept = sent.kept[: len(sample)]
             if self._unit == "blocks":
-                kept = one.kept[: -(-sample.nbytes // BLOCK_BYTES)]
+                kept = sent.kept[: -(-sample.nbytes // BLOCK_BYTES)]
                 changed_words = find_digests(sample) != kept
             else:
                 changed_words = sample != kept

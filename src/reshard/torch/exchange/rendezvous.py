@@ -127,7 +127,7 @@ class Rendezvous:
 
     def _connect_watched(self, store: Any, options: Any) -> Any:
         """Return gloo's connections. Raises RuntimeError if they fail, or a rank is lost."""
-        found: list[Any] = []
+        connected: list[Any] = []
         error: list[BaseException] = []
         watch = self.watch
         if watch is None:
@@ -136,7 +136,7 @@ class Rendezvous:
         def begin() -> None:
             try:
                 with watch.opening():
-                    found.append(
+                    connected.append(
                         dist.ProcessGroupGloo(store, self.position, len(self.peers), options)
                     )
             except BaseException as raised:
@@ -151,7 +151,7 @@ class Rendezvous:
                 raise RuntimeError(why)
         if error:
             raise error[0]
-        return found[0]
+        return connected[0]
 
     def _find_note(self) -> str:
         try:
