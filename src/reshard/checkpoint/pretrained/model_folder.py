@@ -107,11 +107,11 @@ def _find_companions(folder: Path) -> dict[str, Path]:
     result = {}
     for name in sorted(path.name for path in folder.iterdir()):
         path = folder / name
-        is_known = any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
-        is_foreign = describe_foreign_link(path, folder) is not None
+        # The config is not copied but written anew.
+        is_known = name != CONFIG and any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
         if (
             is_known
-            and not is_foreign
+            and describe_foreign_link(path, folder) is None
             and path.is_file()
             and path.stat().st_size <= MAX_CARRIED_BYTES
         ):

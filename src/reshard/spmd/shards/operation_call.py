@@ -450,7 +450,7 @@ class _Layout:
 
     inferred: Inferred
     runs_with: tuple[ShardingSpec | None, ...]
-    made_specs: tuple[ShardingSpec, ...]
+    computed_specs: tuple[ShardingSpec, ...]
     result_specs: tuple[ShardingSpec, ...]
     keeps_pending: bool
 
@@ -579,7 +579,7 @@ def _compile(
             None if array_type is None else array_type.with_spec(spec)
             for array_type, spec in zip(types, runs_with, strict=True)
         ),
-        () if layout is None else layout.made_specs,
+        () if layout is None else layout.computed_specs,
         () if inferred is None else tuple(inferred.result_shapes),
         ranks,
         runner.library,
@@ -657,7 +657,7 @@ def _suppose_result_types(
         )
     numbers = [x for x in operands if not isinstance(x, ArrayValue)]
     dtypes, is_single = find_result_types(operator, work, numbers, len(work.result_shapes))
-    kinds = zip(work.result_shapes, dtypes, layout.made_specs, strict=True)
+    kinds = zip(work.result_shapes, dtypes, layout.computed_specs, strict=True)
     return tuple(ArrayType(*kind) for kind in kinds), is_single
 
 
@@ -679,7 +679,9 @@ def _find_result_types(
                 ArrayType(shape, dtype, None if mesh is None else replicated(mesh, len(shape)))
             )
         else:
-            types.append(ArrayType(work.result_shapes[number], dtype, layout.made_specs[number]))
+            types.append(
+                ArrayType(work.result_shapes[number], dtype, layout.computed_specs[number])
+            )
     for number, array_type in enumerate(types):
         shapes = array_type.layout.local_shapes
         for rank, row in zip(work.ranks, outputs, strict=True):
