@@ -174,7 +174,6 @@ def plan_for_pretrained(
     # transformers 4 refuses files of other frameworks: name PyTorch, whatever the source names.
     weights = weights.replace(metadata={**weights.metadata, "format": "pt"})
     write_plan = plan_whole_files(request, weights)
-    companions = {name: path for name, path in files.companions.items() if name != CONFIG}
     recorded = request.list_recorded()
     resolved = {
         **{name: value for name, value in recorded.items() if name in PRETRAINED_OPTIONS},
@@ -196,7 +195,7 @@ def plan_for_pretrained(
         request,
         resolved,
         computed=changed.computed,
-        rewritten={CONFIG: content, **companions},
+        rewritten={CONFIG: content, **files.companions},
         apart=apart,
     )
 
@@ -361,8 +360,8 @@ def _change_elements(
 def _describe_place(files: ModelFiles, checkpoint: Checkpoint) -> list[str]:
     if files.folder == checkpoint.folder:
         return []
-    companions = [name for name in files.companions if name != CONFIG]
-    others = f" and {count_text(len(companions), 'file')} beside it" if companions else ""
+    count = len(files.companions)
+    others = f" and {count_text(count, 'file')} beside it" if count else ""
     return [f"{CONFIG}{others} of {files.folder}"]
 
 
