@@ -462,7 +462,7 @@ class MessageExchange:
         ]
         are_shared = is_sent and not self._is_grouped
         is_lent = is_sent and any(self._find_carrier(message).lends for message in messages)
-        ahead = _PACKED_AHEAD if are_shared and not is_lent else _MESSAGES_AHEAD
+        ahead = _PACKED_AHEAD if are_shared else _MESSAGES_AHEAD
         if self._is_pipeline:
             ahead = _PIPELINE_AHEAD
         half = None if memory is None else memory[is_sent * most_bytes :]
