@@ -7,7 +7,6 @@ Placements are read by `reshard.notation.dtensor`, which documents their meaning
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from reshard.binding import dense_strides
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError, UsageError
@@ -169,7 +169,7 @@ class TensorEndpoint:
             run_check=False,
             # Of unequal shards, torch would compute another shape from that of the local tensor.
             shape=torch.Size(shape),
-            stride=tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))),
+            stride=dense_strides(shape),
         )
 
 

@@ -44,7 +44,7 @@ import numpy as np
 
 from reshard._interning import Interned
 from reshard._validation import check_ints, check_type
-from reshard.binding import Binding, TensorName, View
+from reshard.binding import Binding, TensorName, View, dense_strides
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LayoutError
@@ -476,7 +476,7 @@ def shard_parameter(
             "memory; a parameter is one cell. Give the layout of each part by itself"
         )
     parts = layout.cell_part[cells.start].tolist()
-    strides = View.row_major(layout.shape).strides
+    strides = dense_strides(layout.shape)
     runs = [table.runs_of(part) for table, part in zip(layout.tables, parts, strict=True)]
     pieces, unfilled = [], []
     for product in itertools.product(*runs):

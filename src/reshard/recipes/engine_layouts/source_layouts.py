@@ -33,6 +33,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from reshard.binding import dense_strides
 from reshard.errors import LayoutError
 from reshard.geometry.boxes import cover_grid, find_edges, merge_intervals
 from reshard.layout import Layout, flat_range_boxes
@@ -104,7 +105,7 @@ def _join(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _list_products(
     shape: tuple[int, ...], axes: Sequence[tuple[int, int]], offset: int
 ) -> Iterable[Product]:
-    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    steps = dense_strides(shape)
     indices = [np.array([offset // step % n]) for step, n in zip(steps, shape, strict=True)]
     # The smallest stride last, so that it is the first to be taken off.
     left = list(axes)
@@ -175,7 +176,7 @@ def find_steps(
     >>> find_steps((6, 4), (8,), 0, (1,)) is None
     True
     """
-    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    steps = dense_strides(shape)
     first = [offset // step % n for step, n in zip(steps, shape, strict=True)]
     along: list[tuple[int, int] | None] = []
     for size, stride in zip(sizes, strides, strict=True):

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from reshard.binding import dense_strides
 from reshard.errors import ShardError, UsageError
 from reshard.execution import arrays
 from reshard.execution.arrays import TorchTensors
@@ -265,8 +266,7 @@ def empty_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
         # Set the storage of an empty tensor, so that the result is not a view.
         result = torch.empty(0, dtype=dtype, device=device)
         if type(result) is torch.Tensor:
-            strides = [math.prod(shape[number + 1 :]) for number in range(len(shape))]
-            return result.set_(kept, 0, tuple(shape), strides)
+            return result.set_(kept, 0, tuple(shape), dense_strides(shape))
     result = torch.empty(tuple(shape), dtype=dtype, device=device)
     # Fake tensors have no memory.
     if type(result) is not torch.Tensor:

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
+from reshard.binding import dense_strides
 from reshard.dtypes import DType
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
@@ -77,11 +78,7 @@ class PieceForm(NamedTuple):
         ((6, 2, 1), 48)
         """
         size_bytes = math.prod(shape) * dtype.itemsize
-        return cls(dtype, reduction, shape, _row_major_strides(shape), size_bytes)
-
-
-def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] if shape else ()
+        return cls(dtype, reduction, shape, dense_strides(shape), size_bytes)
 
 
 class Piece(NamedTuple):
@@ -598,9 +595,7 @@ def _find_boxes(
             # Cells are stored consecutively in a flat tensor.
             (step,) = strides
             offset = int(layout.cell_offset[cell]) * step
-            wholes.append(
-                (offset, shape, tuple(step * stride for stride in _row_major_strides(shape)))
-            )
+            wholes.append((offset, shape, tuple(step * stride for stride in dense_strides(shape))))
     cells, starts = (
         (rows.target_cell, rows.target_start)
         if is_target
