@@ -97,7 +97,7 @@ class Method(NamedTuple):
 # the scales.
 _ROLES = ("values", "zeros", "scales", "multiplier", "divisor")
 _SCALAR = ("", "*")
-# Of activations and of the key/value cache, known in advance, and shared by all of the weight.
+# Static scales of activations and of the key/value cache, a single number for each weight.
 _ACTIVATION_SCALES = dict.fromkeys(
     (
         ".input_scale",

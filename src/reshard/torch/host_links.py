@@ -84,7 +84,7 @@ def measure_links(
             and both.bandwidth_bytes_per_s
             < (1 + _SHARES * (most - 1)) * between_hosts.bandwidth_bytes_per_s
         ):
-            # Without a latency of its own, which is that of the link between hosts.
+            # Without latency, which the link between hosts adds.
             network = Link(both.bandwidth_bytes_per_s, 0.0)
     between_racks = uplink = None
     if hosts.racks > 1:

@@ -276,7 +276,7 @@ class SharedReadCache(Closing):
         inside = np.maximum(start[span], begin), np.minimum(stop[span], begin + PIECE_BYTES)
         share = size[span] * (inside[1] - inside[0]) // (stop - start)[span]
         rows = np.stack([first[span] + low[span] + step, share, *inside], axis=1)
-        # A header of a member without rows would be all zeros, which is that of an absent member.
+        # The sum over no rows would be all zeros, the header of an absent member.
         return _sum_rows(rows) if len(rows) else np.array([[-1, 0, 0, 0]], dtype=np.int64)
 
     # Pieces.

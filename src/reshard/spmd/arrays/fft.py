@@ -101,7 +101,7 @@ def _fft_kernel(work: LocalWork) -> Function:
     def transformed(x: Any) -> Any:
         # PyTorch refuses a part without elements.
         if 0 in x.shape:
-            result = work.library.array(by_numpy(work.library.numpy(x.detach())), beside=x)
+            result = work.library.array(by_numpy(work.library.numpy(x.detach())), like=x)
             return work.library.linked(result, x)
         return function(x)
 

@@ -130,8 +130,8 @@ def _make_place(key: Any, shape: tuple[int, ...], spec: ShardingSpec | None) -> 
         )
     # In a trace, an array of which only the sharding is used is a constant.
     runner = in_process("numpy") if key.runner.is_abstract else key.runner
-    beside = None if key.runner.is_abstract else key._shards[0]
-    element = runner.library.array(_ANY_PLACE, beside=beside)
+    like = None if key.runner.is_abstract else key._shards[0]
+    element = runner.library.array(_ANY_PLACE, like=like)
     kind = ArrayType(shape, runner.library.dtype_of(element), spec)
     shards = tuple(
         runner.library.namespace.broadcast_to(element, kind.layout.local_shape(rank) or ())
@@ -189,7 +189,7 @@ def _draw_kernel(work: LocalWork) -> list[Function]:
             high=_CHILDREN if kind == "key" else 0,
         )
         numbers = _make_numbers(words, kind, dtype, options)
-        return work.library.array(numbers.reshape(tuple(place.shape)), dtype, beside=key)
+        return work.library.array(numbers.reshape(tuple(place.shape)), dtype, like=key)
 
     all_starts = list(starts) if shape else [()] * len(work.ranks)
     return [partial(draw, start=start) for start in all_starts]

@@ -57,8 +57,8 @@ class Library:
             return isinstance(value, np.ndarray | np.generic)
         return isinstance(value, sys.modules["torch"].Tensor)
 
-    def array(self, data: Any, dtype: DType | None = None, beside: Any = None) -> Any:
-        """Convert data to an array on the device of `beside`; its own arrays are not copied.
+    def array(self, data: Any, dtype: DType | None = None, like: Any = None) -> Any:
+        """Convert data to an array on the device of `like`; its own arrays are not copied.
 
         Raises ShardError for tensors that are sparse or nested or whose memory was freed, and for
         arrays with a mask.
@@ -83,7 +83,7 @@ class Library:
                 data = _as_numpy(data)
             return np.asarray(data, dtype=native)
         torch = import_module("torch")
-        device = getattr(beside, "device", None)
+        device = getattr(like, "device", None)
         if isinstance(data, torch.Tensor):
             _check_memory(data)
             return data.to(dtype=native, device=device)
@@ -99,11 +99,11 @@ class Library:
             tensor = torch.from_numpy(elements)
         return tensor.to(dtype=native, device=device)
 
-    def filled(self, shape: tuple[int, ...], value: Any, beside: Any) -> Any:
-        """Return a new array filled with a number, with the element type and device of `beside`."""
+    def filled(self, shape: tuple[int, ...], value: Any, like: Any) -> Any:
+        """Return a new array filled with a number, with the element type and device of `like`."""
         if self.name == "numpy":
-            return np.full(shape, value, dtype=beside.dtype)
-        return beside.new_full(shape, value)
+            return np.full(shape, value, dtype=like.dtype)
+        return like.new_full(shape, value)
 
     def state_of(self, arrays: tuple[Any, ...]) -> Any:
         """Return a state that differs once an array may have been written to.

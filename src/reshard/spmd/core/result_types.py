@@ -197,7 +197,7 @@ def widened_functions(operator: Operator, work: LocalWork) -> list[Function]:
             result = function(*arrays)
             if not isinstance(result, tuple | list):
                 return _round(result, types[0])
-            # As in `find_result_types`, the last type is that of all further results.
+            # As in `find_result_types`, all further results have the last type.
             result_dtypes = [*types, *types[-1:] * (len(result) - len(types))]
             return tuple(
                 _round(array, kind) for array, kind in zip(result, result_dtypes, strict=True)
@@ -306,7 +306,7 @@ def _make_elements(kind: ArrayType, operator: Operator) -> Any:
     """Return ones, or identity matrices, which can be divided by and decomposed; indices are 0."""
     numpy = stand_in(kind.dtype)
     is_elementwise = operator.family == "elementwise"
-    # Integers may be indices, of which 0 is within every length of at least 1.
+    # Integers may be indices. Index 0 is valid for every length of at least 1.
     if numpy.kind in "iub" and not is_elementwise:
         return np.zeros(kind.shape, dtype=numpy)
     if kind.ndim < 2 or is_elementwise:

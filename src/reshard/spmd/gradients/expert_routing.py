@@ -400,8 +400,8 @@ class ExpertRouting:
         start, stop = parts_of(spec, 0, self.tokens)[part]
         return stop - start
 
-    def _indices(self, order: Integers, beside: Any) -> Any:
-        return self.runner.library.array(order.astype(np.int64), beside=beside)
+    def _indices(self, order: Integers, like: Any) -> Any:
+        return self.runner.library.array(order.astype(np.int64), like=like)
 
     def _move(
         self, dtype: Any, shards: Sequence[Any], before: CutRule, after: CutRule

@@ -340,7 +340,7 @@ class AdamW(_Optimizer):
         mean = mean * first + slope * (1 - first)
         square = square * second + (slope * slope) * (1 - second)
         rate = _rate_like(self.learning_rate, mean)
-        # PyTorch decays before the step, so the decay is that of the old parameter.
+        # PyTorch decays the old parameter, before the step.
         decayed = x * (1 - rate * self.weight_decay) if self.weight_decay else x
         # Averages start at 0, so they are divided by the total weight of the gradients in them.
         root = sqrt(square) * _over_rest(1.0, second, step, 0.5, square) + self.epsilon
@@ -353,10 +353,10 @@ def _rate_like(rate: Any, x: Any) -> Any:
     return astype(rate, x.type.dtype) if isinstance(rate, ArrayValue) else rate
 
 
-def _over_rest(number: Any, beta: float, step: Any, power: float, beside: Any) -> Any:
+def _over_rest(number: Any, beta: float, step: Any, power: float, like: Any) -> Any:
     """Return `number / (1 - beta**step) ** power`; a step in an array is cast to another's type."""
     if not isinstance(step, ArrayValue):
         return number / (1 - beta**step) ** power
     # In float64, since `1 - beta**step` cancels: of 0.999 and the first step float32 keeps few
     # digits.
-    return astype(number / (1.0 - beta ** astype(step, "float64")) ** power, beside.type.dtype)
+    return astype(number / (1.0 - beta ** astype(step, "float64")) ** power, like.type.dtype)

@@ -300,10 +300,10 @@ class SeenKeys:
             return queries[1] * keys[1]
         return _most_pairs(self, queries, keys)
 
-    def mask(self, space: Any, queries: tuple[int, int], keys: tuple[int, int], beside: Any) -> Any:
+    def mask(self, space: Any, queries: tuple[int, int], keys: tuple[int, int], like: Any) -> Any:
         """Return booleans `[queries, keys]` for a block of queries and a block of keys."""
         # NumPy accepts `device` only from version 2 on, so only PyTorch gets it.
-        device = {"device": beside.device} if type(beside).__module__ == "torch" else {}
+        device = {"device": like.device} if type(like).__module__ == "torch" else {}
         ahead = self.query_start - self.key_start
         rows = space.arange(queries[0], queries[1], **device)[:, None]
         columns = space.arange(keys[0], keys[1], **device)[None, :]

@@ -72,11 +72,11 @@ def _is_exact(dtype: DType, target: DType) -> object:
     return np.can_cast(dtype.numpy, target.numpy)
 
 
-def check_device(device: object, beside: Any = None) -> None:
-    """Raise UsageError for a device other than the default device, or the device of `beside`."""
+def check_device(device: object, like: Any = None) -> None:
+    """Raise UsageError for a device other than the default device, or the device of `like`."""
     if device is None:
         return
-    own = getattr(beside, "device", "cpu")
+    own = getattr(like, "device", "cpu")
     if str(device) != own:
         raise UsageError(
             f"device {device!r}; {own!r} was expected, for shards stay where they are made: give a "

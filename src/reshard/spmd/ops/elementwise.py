@@ -46,7 +46,7 @@ def whole(x: ArrayValue, array: Any) -> Any:
     if is_distributed(array):
         return namespace.find("array")(array, runner=x.runner)
     library = x.runner.library
-    shard = library.array(array, beside=next(iter(x._shards), None))
+    shard = library.array(array, like=next(iter(x._shards), None))
     kind = ArrayType(shard.shape, library.dtype_of(shard))
     return type(x).of_shards(kind, (shard,), x.runner)
 
@@ -68,11 +68,11 @@ def operands(*values: Any) -> list[Any]:
         if not isinstance(value, ArrayValue):
             converted.append(value if library_of(value) is None else whole(first, value))
         else:
-            converted.append(value if value.runner is first.runner else _beside(first, value))
+            converted.append(value if value.runner is first.runner else _convert_like(first, value))
     return converted
 
 
-def _beside(first: ArrayValue, array: ArrayValue) -> ArrayValue:
+def _convert_like(first: ArrayValue, array: ArrayValue) -> ArrayValue:
     """Convert an array of NumPy shards to the runner of `first`; return other arrays unchanged."""
     runner = first.runner
     if array.runner is not in_process("numpy") or runner.is_abstract:
@@ -82,8 +82,8 @@ def _beside(first: ArrayValue, array: ArrayValue) -> ArrayValue:
         recorder.record_read(array)
     mesh = None if array.type.spec is None else array.type.spec.mesh
     shards = dict(zip(array.runner.ranks(mesh), array._shards, strict=True))
-    beside = next(iter(first._shards), None)
-    converted = [runner.library.array(shards[rank], beside=beside) for rank in runner.ranks(mesh)]
+    like = next(iter(first._shards), None)
+    converted = [runner.library.array(shards[rank], like=like) for rank in runner.ranks(mesh)]
     result: ArrayValue = type(array).of_shards(array.type, tuple(converted), runner)
     return result
 

@@ -488,7 +488,7 @@ def _take_masked(x: Any, mask: Any) -> Any:
     chosen = (
         mask.to_dense()
         if isinstance(mask, ArrayValue)
-        else x.runner.library.array(mask, beside=dense)
+        else x.runner.library.array(mask, like=dense)
     )
     return whole(x, dense[chosen])
 

@@ -430,7 +430,7 @@ def _find_cutoff(x: Any, s: Any, rtol: Any) -> Any:
     if rtol is None:
         # The default of numpy.linalg.matrix_rank: rounding errors grow with the size.
         rtol = max(x.shape[-2:]) * float(data_types.finfo(x.dtype).eps)
-    # There is no maximum of no singular values.
+    # An empty matrix has no largest singular value.
     largest = reductions.max(s, axis=-1, keepdims=True) if s.shape[-1] else s
     relative = operands(x, rtol)[1]
     is_known = isinstance(relative, ArrayValue | int | float)

@@ -164,13 +164,13 @@ def _pull_tensordot(step: TapeStep, g: Any, number: int) -> Any:
         for array, axes in zip((x, y), summed, strict=True)
     ]
     if number == 0:
-        behind = list(range(len(free[0]), g.ndim))
-        cotangent = tensordot(g, y, axes=(behind, free[1]))
+        trailing = list(range(len(free[0]), g.ndim))
+        cotangent = tensordot(g, y, axes=(trailing, free[1]))
         # The remaining dimensions of `y` keep their order.
         order = free[0] + [summed[0][summed[1].index(dim)] for dim in sorted(summed[1])]
     else:
-        ahead = list(range(len(free[0])))
-        cotangent = tensordot(x, g, axes=(free[0], ahead))
+        leading = list(range(len(free[0])))
+        cotangent = tensordot(x, g, axes=(free[0], leading))
         order = [summed[1][summed[0].index(dim)] for dim in sorted(summed[0])] + free[1]
     return permute_dims(cotangent, [order.index(dim) for dim in range(len(order))])
 
@@ -324,14 +324,14 @@ def torch_einsum(text: str) -> Function:
     multiply: Callable[..., Any]
     if match := _TO_EACH.fullmatch(spaceless):
         rows, summed, stacked, matrix, free = match.groups()
-        multiply, behind = _multiply_with_each, free
+        multiply, last = _multiply_with_each, free
     elif match := _OVER_ALL.fullmatch(spaceless):
         rows, stacked, summed, matrix, free = match.groups()
-        multiply, behind = _multiply_over_all, summed
+        multiply, last = _multiply_over_all, summed
     if match is None or not _is_product(rows, stacked, summed, free, matrix):
         return lambda *arrays: torch.einsum(text, *arrays)
     by_slices = partial(multiply, turned=matrix[0] != summed)
-    second = matrix.index(behind) + 1
+    second = matrix.index(last) + 1
 
     def function(x: Any, weights: Any) -> Any:
         # PyTorch's einsum is used under a gradient, because it records a single step; for small

@@ -255,7 +255,7 @@ def _collect_nothing(body: Function, carried: Any, parts: Any) -> Any:
         lambda x: x if x is None else pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))[0],
     )
     _, y = split_pair("scan", body(carried, first))
-    # Stacked and sliced, so that type and sharding are those of a loop with iterations.
+    # Stacked and sliced, which gives the type and sharding of a loop with iterations.
     return replaced(as_arrays("scan", y), lambda x: x if x is None else stack([x])[:0])
 
 
@@ -399,7 +399,7 @@ def _record_cond(
         return arranged_like(result, branches[0].results, "sp.cond: what its second function gives")
 
     branches = [TracedFunction(first, types_of(inputs), recorder)]
-    # Traced second, because its results are arranged like those of the first.
+    # Traced second, because its results are arranged like the first branch's.
     branches.append(TracedFunction(second, types_of(inputs), recorder))
     input_arrays = arrays_of(inputs)
     operands = [*input_arrays, *branches[0].captured, *branches[1].captured]

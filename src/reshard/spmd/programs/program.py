@@ -130,7 +130,7 @@ def compile_graph(
     if change_runs is not None:
         runs = list(change_runs(order, steps, constants, runs))
     first: Registers = [None] * len(graph.values)
-    # The registers of constants follow those of values without a gap.
+    # Registers of constants directly follow the registers of values.
     first += [constants[register] for register in sorted(constants)]
     digest = _digest(order, steps)
     lockstep = runner.in_lockstep if any(step.moved is not None for step in steps) else None

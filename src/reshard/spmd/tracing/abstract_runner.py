@@ -51,9 +51,9 @@ class AbstractLibrary(Library):
         """Return the element type of an array or an abstract shard."""
         return array.dtype if isinstance(array, AbstractShard) else super().dtype_of(array)
 
-    def filled(self, shape: Sequence[int], value: Any, beside: Any) -> Any:
+    def filled(self, shape: Sequence[int], value: Any, like: Any) -> Any:
         """Return an array filled with a number, of the element type of another array."""
-        return np.full(shape, value, dtype=self.dtype_of(beside).numpy)
+        return np.full(shape, value, dtype=self.dtype_of(like).numpy)
 
 
 class AbstractRunner(Runner):

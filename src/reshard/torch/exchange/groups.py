@@ -410,7 +410,7 @@ class RankGroup:
         while cause is not None and cause is not self._known_error:
             cause = cause.__cause__
         if cause is None:
-            # Texts of the library's errors explain themselves; those of others may be a bare key.
+            # The library's errors explain themselves; the text of another may be a bare key.
             kind = "" if isinstance(error, ReshardError) else f"{type(error).__name__}: "
             self._close(f"{kind}{error}" or type(error).__name__)
 

@@ -406,7 +406,7 @@ def _describe_side(side: SideModel, group: RankGroup) -> dict[str, Any] | None:
         # Given names belong to models that need no counterpart on the Hub.
         description["config"] = None if config is None else asdict(config)
     except ReshardError as error:
-        # Given names make those of the Hub unnecessary, and so this error harmless.
+        # If names are given, the Hub's are not needed, and this error is harmless.
         if side.naming is None:
             description["problem"] = str(error)
     except Exception as error:

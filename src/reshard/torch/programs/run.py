@@ -326,7 +326,7 @@ def process_group(
         elif (everyone, members) in _MADE:
             group = _MADE[everyone, members]
         else:
-            # By default it has torch's timeout, not that of the job.
+            # By default it has torch's timeout, not the job's.
             group = dist.new_group(list(members), timeout=timeout_of(everyone))
             # For others torch returns a marker that is not a group.
             group = group if rank in members else None

@@ -363,7 +363,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
                     items[name] = StoredItem(name, place, value.size_bytes, rank)
                     extra[value.file] = rank
                     if value.content is not None:
-                        # In the order of the results, which is that of the offsets.
+                        # Results are in the order of their offsets.
                         contents[value.file] = contents.get(value.file, b"") + value.content
         write_plan = dataclasses.replace(
             write_plan, items=items, paths=as_paths(metadata.planner_data)

@@ -363,7 +363,7 @@ def name_type(dtype: DType) -> str:
 
 # The offset and size of a chunk that a shard does not contain, by Zarr's `sharding_indexed` codec.
 _NOTHING = 2**64 - 1
-# Of the codec `crc32c`.
+# The checksum that the codec `crc32c` appends.
 _CHECKSUM_BYTES = 4
 
 

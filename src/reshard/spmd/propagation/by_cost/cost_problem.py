@@ -399,7 +399,7 @@ class CostProblem:
         for number, (shardings, target) in enumerate(zip(self.values, targets, strict=True)):
             # Compared by their cuts alone: candidates are closed and without replicated axes.
             place = _find_nearest(target.dims, [sharding.dims for sharding in shardings])
-            # A tied value has no choice of its own: `shardings` reads that of its input.
+            # A tied value makes no choice: `shardings` reads its input's.
             chosen.append(place if self.variables[number] == number else 0)
         return (*chosen, *([0] * len(self.ways)))
 

@@ -576,7 +576,7 @@ class CostSum:
     )
     _fitting: dict[int, list[_Window]] = field(init=False, default_factory=dict)
     _slices: dict[object, FloatArray] = field(init=False, default_factory=dict)
-    _beside: dict[tuple[int, ...], dict[int, list[int]]] = field(init=False, default_factory=dict)
+    _adjacent: dict[tuple[int, ...], dict[int, list[int]]] = field(init=False, default_factory=dict)
     # Where descent ended, and inner variables of it: with which tables.
     _ends: dict[tuple[tuple[int, ...], tuple[int, ...]], list[CostTable]] = field(
         init=False, default_factory=dict
@@ -708,20 +708,22 @@ class CostSum:
                 chosen[variable] = self._find_least(variable, chosen)
         if not sweeps:
             return tuple(chosen)
-        beside = self._find_beside(tuple(inner))
+        adjacent = self._find_adjacent(tuple(inner))
         # All are looked at once, then those near which something has changed since.
-        waiting = set(beside) if ended is None else self._find_near(near) & beside.keys()
+        waiting = set(adjacent) if ended is None else self._find_near(near) & adjacent.keys()
         for _ in range(sweeps):
             for variable in sorted(waiting):
                 waiting.discard(variable)
-                costs = self._sum_costs(variable, chosen, beside[variable])
+                costs = self._sum_costs(variable, chosen, adjacent[variable])
                 best = int(costs.argmin())
                 # Only a lower sum counts, so that equal choices do not alternate.
                 if costs[best] < costs[chosen[variable]]:
                     chosen[variable] = best
-                    for other in beside[variable]:
+                    for other in adjacent[variable]:
                         chosen[other] = self._find_least(other, chosen)
-                    waiting.update(self._find_near((variable, *beside[variable])) & beside.keys())
+                    waiting.update(
+                        self._find_near((variable, *adjacent[variable])) & adjacent.keys()
+                    )
                     # Its own choice is the best now.
                     waiting.discard(variable)
             if not waiting:
@@ -822,7 +824,7 @@ class CostSum:
             choices = [self.choices[v] for v in window.variables]
             taken = take_out(window.order, tables, choices, self._joined)
             solution = self._windows[key] = read_off(taken, choices)
-        # Elimination adds in another order: what it prefers by rounding alone is no gain.
+        # Elimination adds in another order: a difference of rounding alone is not a gain.
         if solution == before or _add_up(tables, solution) >= _add_up(tables, before):
             return chosen
         changed = list(chosen)
@@ -835,14 +837,14 @@ class CostSum:
         numbers = {number for variable in some for number in self._of[variable]}
         return {variable for number in numbers for variable in self.tables[number].variables}
 
-    def _find_beside(self, inner: tuple[int, ...]) -> dict[int, list[int]]:
+    def _find_adjacent(self, inner: tuple[int, ...]) -> dict[int, list[int]]:
         """Return the inner variables that each of the others shares a table with."""
-        adjacent = self._beside.get(inner)
+        adjacent = self._adjacent.get(inner)
         if adjacent is None:
             inner_set = set(inner)
             outer = [v for v, count in enumerate(self.choices) if count > 1 and v not in inner_set]
             adjacent = {v: sorted(self._find_near((v,)) & inner_set) for v in outer}
-            self._beside[inner] = adjacent
+            self._adjacent[inner] = adjacent
         return adjacent
 
     def _find_least(self, variable: int, chosen: Sequence[int]) -> int:

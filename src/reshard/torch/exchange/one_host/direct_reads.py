@@ -159,7 +159,7 @@ def permit_peer(processes: Sequence[int]) -> None:
     if len(processes) != 1 or not is_tracing_restricted():
         return
     with _PERMITTED_LOCK:
-        # Another permission would replace that of the first group.
+        # Another permission would replace the first group's.
         if not _PERMITTED and permit_reader(processes[0]):
             _PERMITTED.append(processes[0])
 

@@ -173,6 +173,6 @@ def _optimizer_state(write_plan: WritePlan, is_distributed: bool) -> dict[Any, A
 
     has_experts = any(map(modules.is_expert, write_plan.tensors))
     if has_experts and _axis_sizes(write_plan).get("ep", 1) > 1:
-        # Megatron chains two optimizers, that of dense parameters first.
+        # Megatron chains two optimizers; the optimizer of dense parameters comes first.
         return {0: make(False), 1: make(True)}
     return make(False)
