@@ -328,6 +328,13 @@ class Graph:
             ),
         )
 
+    def has_same_operations(self, other: Graph) -> bool:
+        """Return whether both graphs apply the same operators to values of the same numbers."""
+        return len(self.operations) == len(other.operations) and all(
+            mine.operator == theirs.operator and mine.operands == theirs.operands
+            for mine, theirs in zip(self.operations, other.operations, strict=True)
+        )
+
     def with_shardings(
         self, values: Sequence[Spec], reads: Sequence[Sequence[Spec]] | None = None
     ) -> Graph:

@@ -13,6 +13,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, ShardingSpec, spec
 from reshard.cost import load_preset
 from reshard.errors import MeshError, PlanError, UsageError
+from reshard.spmd.programs.jit import JitOptions, JittedFunction
 from reshard.spmd.tracing.trace import Trace
 from selection import keep_where
 from spmd import transformer_block as block
@@ -215,3 +216,21 @@ def test_what_cannot_be_chosen_is_refused() -> None:
         sp.auto(lambda x: sp.exp(x.shard(there.spec)), ONE, x)
     with pytest.raises(UsageError, match="elements"):
         sp.auto(lambda x: x if float(sp.sum(x)) > 0 else -x, ONE, x)
+
+
+def test_shardings_of_another_graph_are_not_applied() -> None:
+    """Inputs that are cut along the sequence record ring attention, which has more values."""
+    mesh = DeviceMesh.of(x=4)
+
+    def attend(x: Any) -> Any:
+        return sp.attention(x, x, x) * 2.0
+
+    whole, cut = (
+        sp.abstract((1, 1, 64, 8), "float32", spec(mesh, s)) for s in ("-, -, -, -", "-, -, x, -")
+    )
+    placed = sp.jit(attend, strategy="cost", topology=TOPOLOGY).trace(whole).graph
+    options = JitOptions(strategy="cost", topology=TOPOLOGY, placed=placed)
+    traced = JittedFunction(attend, options).trace(cut)
+    expected = sp.jit(attend, strategy="cost", topology=TOPOLOGY).trace(cut)
+    assert len(expected.graph.operations) > len(placed.operations)
+    assert traced.graph.shardings == expected.graph.shardings

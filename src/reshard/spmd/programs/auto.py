@@ -260,7 +260,8 @@ class _Choosing:
         return InputSearch(graph, annotations, free, ties, self._mesh, machine)
 
     def _make_program(self, limit: int | None, shardings: Shardings | None) -> JittedFunction:
-        options = replace(self._options, live_bytes=limit, shardings=shardings)
+        placed = None if shardings is None else self._graph.with_shardings(*shardings)
+        options = replace(self._options, live_bytes=limit, placed=placed)
         return JittedFunction(self._function, options)
 
     def _judge(
@@ -435,8 +436,8 @@ class _Choosing:
             begun, best_s = [best], best.seconds_s
 
     def _has_same_values(self, traced: Trace) -> bool:
-        """Return whether values have the same numbers, which overlap changes."""
-        return _list_operands(traced.graph) == _list_operands(self._graph)
+        """Return whether values have the same numbers: overlap and ring attention change them."""
+        return traced.graph.has_same_operations(self._graph)
 
     def _judge_price(
         self, price: float, held: frozenset[int], near: _Program | None = None
@@ -455,10 +456,6 @@ class _Choosing:
 
 def _by_time(program: _Program) -> tuple[float, int]:
     return program.seconds_s, program.peak_bytes
-
-
-def _list_operands(graph: Graph) -> list[tuple[str, tuple[int, ...]]]:
-    return [(operation.operator, tuple(operation.operands)) for operation in graph.operations]
 
 
 def held_at_peak(traced: Trace) -> frozenset[int]:

@@ -29,7 +29,7 @@ from reshard.errors import PlanError, UsageError
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.core.array_type import ArrayType
-from reshard.spmd.graph import Graph, Shardings
+from reshard.spmd.graph import Graph
 from reshard.spmd.programs.overlap import overlapped
 from reshard.spmd.programs.program import Program
 from reshard.spmd.programs.recomputation import recompute
@@ -122,7 +122,9 @@ class JitOptions:
     """Options of `jit`, where they are described; checked when made.
 
     Args:
-        shardings: those of all values by the strategy "cost", if they are known.
+        placed: the graph of the same function with the shardings of all values by the strategy
+            "cost", if they are known. A graph may depend on the shardings of the inputs, such as
+            by ring attention: a function that records other operations is placed anew.
     """
 
     strategy: str = "eager"
@@ -132,7 +134,7 @@ class JitOptions:
     overlap: int = 0
     donate: int | Sequence[int] = ()
     compile: bool | str = False
-    shardings: Shardings | None = None
+    placed: Graph | None = None
 
     def __post_init__(self) -> None:
         check_trace_options(self.strategy, self.topology, self.library)
@@ -375,8 +377,9 @@ class JittedFunction:
         with unrecorded():
             graph = simplify(record_for(strategy, function, inputs, has_others=True))
         jit_options = self._options
-        if jit_options.shardings is not None and strategy == "cost":
-            return graph.with_shardings(*jit_options.shardings)
+        placed = jit_options.placed
+        if placed is not None and strategy == "cost" and graph.has_same_operations(placed):
+            return graph.with_shardings(*placed.shardings)
         return assign_shardings(graph, strategy, jit_options.topology, jit_options.library)
 
     def _trace(self, key: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Program:
