@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -94,3 +95,37 @@ def test_types_that_rows_name(name: str, dtype: str) -> None:
     types = row.result_types([x.dtype] * len(shapes), {}, "numpy")
     for place, one in enumerate(results):
         assert one.dtype is types[min(place, len(types) - 1)]
+
+
+class _Side(IntEnum):
+    LEFT = 2
+
+
+class _Rate(float):
+    """A number whose text is not its value."""
+
+    def __repr__(self) -> str:
+        return "rate"
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize(("number", "dtype"), [(_Side.LEFT, "int8"), (_Rate(2.5), "float32")])
+def test_numbers_of_other_classes_take_the_type_of_an_array(
+    number: Any, dtype: str, library: str
+) -> None:
+    data = np.ones((2, 3), dtype)
+    x = sp.array(data if library == "numpy" else pytest.importorskip("torch").from_numpy(data))
+
+    def scale(x: Any) -> Any:
+        return sp.where(x > number, number, number * x)
+
+    for run in (scale, sp.jit(scale)):
+        result = run(x)
+        assert result.dtype.name == dtype
+        assert np.array_equal(np.asarray(result.to_dense()), data * float(number))
+    assert sp.result_type(x, number).name == dtype
+
+
+def test_different_numbers_of_equal_text_are_different_constants() -> None:
+    traced = sp.jit(lambda x: x * _Rate(2.5) + x * _Rate(4.0))
+    assert traced(sp.ones((2,))).to_dense().tolist() == [6.5, 6.5]

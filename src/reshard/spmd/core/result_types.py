@@ -41,6 +41,27 @@ BY_KIND: dict[str, tuple[DType, ...]] = {
 _KINDS = {dtype: kind for kind, types in BY_KIND.items() for dtype in types}
 
 
+PYTHON_NUMBERS: tuple[type, ...] = (bool, int, float, complex)
+"""The classes of numbers that take an array's type when they are combined with it."""
+
+
+def as_python_number(value: Any) -> Any:
+    """Convert a number of a subclass, such as a member of an `IntEnum`, to Python's own class.
+
+    NumPy does not take other classes for numbers: it converts them to arrays of 64-bit types.
+
+    >>> from enum import IntEnum
+    >>> Axis = IntEnum("Axis", ["ROWS"])
+    >>> as_python_number(Axis.ROWS), as_python_number("no number")
+    (1, 'no number')
+    """
+    # NumPy's float64 is a float to Python, but an array without dimensions to NumPy.
+    if isinstance(value, np.generic):
+        return value
+    kind = next((kind for kind in PYTHON_NUMBERS if isinstance(value, kind)), None)
+    return value if kind is None or value.__class__ is kind else kind(value)
+
+
 def kind_of(dtype: DType) -> str:
     """Return the kind of a type, as `isdtype` takes it.
 

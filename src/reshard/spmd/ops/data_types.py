@@ -24,7 +24,14 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
-from reshard.spmd.core.result_types import BY_KIND, kind_of, meant, promoted, stand_in
+from reshard.spmd.core.result_types import (
+    BY_KIND,
+    as_python_number,
+    kind_of,
+    meant,
+    promoted,
+    stand_in,
+)
 from reshard.spmd.ops.elementwise import operands
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
@@ -182,7 +189,7 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
         return types.pop()
     # In NumPy's promotion, Python numbers take the arrays' type if it has their kind.
     stand_ins = [
-        operand if _is_number(operand) else stand_in(_read_type(operand))
+        as_python_number(operand) if _is_number(operand) else stand_in(_read_type(operand))
         for operand in arrays_and_dtypes
     ]
     return meant(as_dtype(np.result_type(*stand_ins)), list(types))

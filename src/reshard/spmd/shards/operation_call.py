@@ -30,7 +30,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.core.array_type import ArrayType, replicated, with_partial, without_partial
 from reshard.spmd.core.local_work import LocalWork
 from reshard.spmd.core.operator import Operator, find_operator, operator_of
-from reshard.spmd.core.result_types import find_result_types
+from reshard.spmd.core.result_types import PYTHON_NUMBERS, as_python_number, find_result_types
 from reshard.spmd.rules.alignment import aligned_by_bytes
 from reshard.spmd.rules.rule_builder import Inferred
 from reshard.spmd.rules.sharding_rule import OpShardingRule
@@ -368,9 +368,12 @@ def call(
             parts.append(x.type)
             if x.runner is not runner:
                 runner = x.runner if runner is None else _common_runner(name, runner, x.runner)
-        else:
+        elif x.__class__ in PYTHON_NUMBERS or (number := as_python_number(x)) is x:
             # Only the class of a number: its value is an operand of the compiled operation.
             parts.append(x.__class__)
+        else:
+            numbers = [number if operand is x else operand for operand in operands]
+            return call(name, numbers, attributes, options)
     if runner is None:
         raise _refuse_operands(name, operands)
     if attributes or options:
