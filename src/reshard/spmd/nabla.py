@@ -36,7 +36,7 @@ from reshard.spmd.rules.templates import (
     transpose_template,
 )
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import common_mesh, laid_out
+from reshard.spmd.shards.operation_call import common_mesh, infer_specs
 from reshard.spmd.tracing.trace import trace
 
 __all__ = [
@@ -272,7 +272,7 @@ def infer_output_sharding(
             f"result is; give it one with @reshard.spmd.rule({operator.name!r})"
             f"{likely_name(operator.name)}"
         )
-    specs = laid_out(operator, types, attributes, mesh).result_specs
+    specs = infer_specs(operator, types, attributes, mesh).result_specs
     return specs[0] if len(specs) == 1 else specs
 
 

@@ -330,7 +330,7 @@ class JittedFunction:
         return self._trace_program(arguments, options)
 
     def _trace_program(
-        self, arguments: Sequence[Any], options: dict[str, Any], moves_beside: bool = True
+        self, arguments: Sequence[Any], options: dict[str, Any], overlaps: bool = True
     ) -> Trace:
         """Trace as `trace` does; in a single process nothing overlaps."""
 
@@ -345,7 +345,7 @@ class JittedFunction:
         def finish(traced: Trace) -> Trace:
             graph = traced.graph
             donated = [graph.arguments[position] for position in positions]
-            if jit_options.overlap and moves_beside:
+            if jit_options.overlap and overlaps:
                 return overlapped(traced, jit_options.overlap, donated, jit_options.live_bytes)
             if not donated or any(operation.may_stop for operation in traced.operations):
                 return traced
@@ -388,13 +388,13 @@ class JittedFunction:
             if program is not None:
                 return program
             jit_options = self._options
-            moves_beside = jit_options.overlap > 0 and not key[-1].has_every_shard
+            overlaps = jit_options.overlap > 0 and not key[-1].has_every_shard
             if jit_options.live_bytes is None and not (
-                moves_beside and jit_options.topology is not None
+                overlaps and jit_options.topology is not None
             ):
                 graph = self._record(jit_options.strategy, arguments, options)
             else:
-                graph = self._trace_program(arguments, options, moves_beside).graph
+                graph = self._trace_program(arguments, options, overlaps).graph
             self._traced_count += 1
             if self._traced_count == MANY_PROGRAMS:
                 warnings.warn(

@@ -281,7 +281,7 @@ def _fit_all(tensors: OperatorTensors, factor: int, axes: Parts, numbers: Sequen
     def fit(part: Part, before: int) -> Part | None:
         for number in numbers:
             factors = tensors.factors[number]
-            fitting = _fit_beside(factors, factor, part)
+            fitting = _fit_with(factors, factor, part)
             cut = factors.get(factor)
             if fitting is not None and cut is not None:
                 fitting = _fit_within(cut, tensors.replicated[number], fitting, before, size)
@@ -306,10 +306,10 @@ def _fit_one(tensors: OperatorTensors, tensor: int, factor: int, axes: Parts) ->
     )
     if not begins_strictly(cut.axes, axes):
         return ()
-    return _truncate(tensors.table, axes, lambda part, _: _fit_beside(factors, factor, part))
+    return _truncate(tensors.table, axes, lambda part, _: _fit_with(factors, factor, part))
 
 
-def _fit_beside(factors: FactorShardings, factor: int, part: Part) -> Part | None:
+def _fit_with(factors: FactorShardings, factor: int, part: Part) -> Part | None:
     """Return the beginning of an axis that no other factor of the tensor uses."""
     remaining: Part | None = part
     for other, cut in factors.items():

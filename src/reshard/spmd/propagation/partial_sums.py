@@ -43,7 +43,7 @@ from reshard.spmd.graph import Operation
 from reshard.spmd.propagation.axes import AxisTable, Parts, are_apart, size_of
 from reshard.spmd.propagation.propagation import PropagatedGraph
 from reshard.spmd.propagation.reshards import explicit_reshards
-from reshard.spmd.shards.operation_call import laid_out
+from reshard.spmd.shards.operation_call import infer_specs
 from reshard.spmd.shards.partial_sums import types_allow_partial
 
 
@@ -254,11 +254,11 @@ class _Waiting:
         if not types_allow_partial(operands, self._types(operation.results, makes)):
             return None
         try:
-            layout = laid_out(operator, operands, operation.attributes, self.table.mesh)
+            op_specs = infer_specs(operator, operands, operation.attributes, self.table.mesh)
         except SpecError:
             # A rule that is not the operator's own, as text may have it.
             return None
-        is_as_asked = layout.runs_with == reads and layout.result_specs == makes
+        is_as_asked = op_specs.runs_with == reads and op_specs.result_specs == makes
         return _PendingRun(places, reads, makes) if is_as_asked else None
 
     def _types(self, values: Sequence[int], specs: Sequence[ShardingSpec]) -> list[ArrayType]:

@@ -448,7 +448,7 @@ def common_mesh(name: str, types: Sequence[ArrayType | None]) -> DeviceMesh | No
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class OperationSpecs:
     """The rule and the shardings of an operation that is to run."""
 
     inferred: Inferred
@@ -458,13 +458,13 @@ class _Layout:
     keeps_pending: bool
 
 
-def laid_out(
+def infer_specs(
     operator: Operator,
     operands: Sequence[ArrayType | None],
     attributes: Attributes,
     mesh: DeviceMesh,
     allows_partial: bool = True,
-) -> _Layout:
+) -> OperationSpecs:
     """Return the shardings of operands and results of an operation over a mesh.
 
     Pending sums are reduced first where the operator cannot work on contributions.
@@ -482,7 +482,7 @@ def laid_out(
         chosen = operator.placed(specs, shapes, attributes)
         if chosen is not None:
             runs, computed = chosen
-            return _Layout(inferred, runs, computed, computed, False)
+            return OperationSpecs(inferred, runs, computed, computed, False)
     # Adjusted factors are sharded only if the local function finds the offset of its part.
     knows_place = operator.knows_place
     is_known = knows_place is not None and knows_place(specs, shapes, attributes)
@@ -498,7 +498,7 @@ def laid_out(
         spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in computed
     ):
         # An array is partial by a single reduction, so the operands are combined first.
-        return laid_out(operator, operands, attributes, mesh, allows_partial=False)
+        return infer_specs(operator, operands, attributes, mesh, allows_partial=False)
     if axes:
         computed = tuple(with_partial(spec, axes, reduction) for spec in computed)
         results = tuple(with_partial(spec, axes, reduction) for spec in results)
@@ -507,7 +507,7 @@ def laid_out(
         pending = () if operand is None or operand.spec is None else operand.spec.partial_axes
         partial_axes = tuple(axis for axis in pending if axis in axes)
         runs_with.append(None if operand is None else with_partial(spec, partial_axes, reduction))
-    return _Layout(inferred, tuple(runs_with), computed, results, bool(axes))
+    return OperationSpecs(inferred, tuple(runs_with), computed, results, bool(axes))
 
 
 def _compile(
@@ -530,7 +530,7 @@ def _compile(
             )
     types = tuple(x.type if isinstance(x, ArrayValue) else None for x in operands)
     mesh = common_mesh(name, types)
-    layout = inferred = None
+    op_specs = inferred = None
     if mesh is None:
         operator = find_operator(name)
         if operator.has_rule:
@@ -539,19 +539,19 @@ def _compile(
     else:
         operator = operator_of(name)
         if operator.has_rule:
-            layout = laid_out(operator, types, attributes, mesh, allows_partial)
-            inferred = layout.inferred
+            op_specs = infer_specs(operator, types, attributes, mesh, allows_partial)
+            inferred = op_specs.inferred
     # 2. Without a rule or a mesh each rank works on whole operands.
-    if layout is None:
+    if op_specs is None:
         runs_with = tuple(
             None if array_type is None or mesh is None else replicated(mesh, array_type.ndim)
             for array_type in types
         )
     else:
-        runs_with = layout.runs_with
+        runs_with = op_specs.runs_with
     # 3. Sums stay partial only if they are multiplied by finite elements. The operation that
     # combines them first is compiled under a separate key, in addition to this key.
-    factors = factors_of(operands, runs_with) if layout and layout.keeps_pending else ()
+    factors = factors_of(operands, runs_with) if op_specs and op_specs.keeps_pending else ()
     if factors and not are_finite(factors, operands, runner):
         key = (*key, "contributions combined before")
         compiled = runner.calls.get(key)
@@ -582,7 +582,7 @@ def _compile(
             None if array_type is None else array_type.with_spec(spec)
             for array_type, spec in zip(types, runs_with, strict=True)
         ),
-        () if layout is None else layout.computed_specs,
+        () if op_specs is None else op_specs.computed_specs,
         () if inferred is None else tuple(inferred.result_shapes),
         ranks,
         runner.library,
@@ -603,19 +603,19 @@ def _compile(
     if rows:
         is_single = not isinstance(rows[0], tuple | list)
         outputs = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
-        computed_types = _find_result_types(work, outputs, mesh, layout, runner)
+        computed_types = _find_result_types(work, outputs, mesh, op_specs, runner)
     else:
-        computed_types, is_single = _suppose_result_types(operator, work, operands, layout)
+        computed_types, is_single = _suppose_result_types(operator, work, operands, op_specs)
     if (
-        layout is not None
-        and layout.keeps_pending
+        op_specs is not None
+        and op_specs.keeps_pending
         and not types_allow_partial(types, computed_types)
     ):
         return _compile(name, operands, attributes, options, runner, key, False)
     specs = (
         [array_type.spec for array_type in computed_types]
-        if layout is None
-        else layout.result_specs
+        if op_specs is None
+        else op_specs.result_specs
     )
     results = tuple(
         array_type.with_spec(spec) for array_type, spec in zip(computed_types, specs, strict=True)
@@ -650,17 +650,17 @@ def _compile(
 
 
 def _suppose_result_types(
-    operator: Operator, work: LocalWork, operands: Sequence[Any], layout: _Layout | None
+    operator: Operator, work: LocalWork, operands: Sequence[Any], op_specs: OperationSpecs | None
 ) -> tuple[tuple[ArrayType, ...], bool]:
     """Return the results' types and whether there is a single result, without any shard here."""
-    if layout is None:
+    if op_specs is None:
         raise MeshError(
             f"{work.name}, which has no sharding rule, over a mesh without this process: what "
             "comes out is not known here; use a mesh of all processes"
         )
     numbers = [x for x in operands if not isinstance(x, ArrayValue)]
     dtypes, is_single = find_result_types(operator, work, numbers, len(work.result_shapes))
-    kinds = zip(work.result_shapes, dtypes, layout.computed_specs, strict=True)
+    kinds = zip(work.result_shapes, dtypes, op_specs.computed_specs, strict=True)
     return tuple(ArrayType(*kind) for kind in kinds), is_single
 
 
@@ -668,7 +668,7 @@ def _find_result_types(
     work: LocalWork,
     outputs: list[tuple[Any, ...]],
     mesh: DeviceMesh | None,
-    layout: _Layout | None,
+    op_specs: OperationSpecs | None,
     runner: Runner,
 ) -> tuple[ArrayType, ...]:
     """Return the results' types, checked against what the ranks computed."""
@@ -676,14 +676,14 @@ def _find_result_types(
     # Element types are read off the first rank's shards; shapes and shardings come from the rule.
     for number, array in enumerate(outputs[0]):
         dtype = runner.library.dtype_of(array)
-        if layout is None:
+        if op_specs is None:
             shape = tuple(array.shape)
             types.append(
                 ArrayType(shape, dtype, None if mesh is None else replicated(mesh, len(shape)))
             )
         else:
             types.append(
-                ArrayType(work.result_shapes[number], dtype, layout.computed_specs[number])
+                ArrayType(work.result_shapes[number], dtype, op_specs.computed_specs[number])
             )
     for number, array_type in enumerate(types):
         shapes = array_type.layout.local_shapes

@@ -107,14 +107,11 @@ class Piece(NamedTuple):
         """The size of its sent elements."""
         return self.form.size_bytes
 
-    def lies_like(self, other: Piece) -> bool:
-        """Return whether another piece has the same memory and form."""
-        view, other_view = self.view, other.view
-        return (
-            view.data_ptr() == other_view.data_ptr()
-            and (view.shape, view.stride()) == (other_view.shape, other_view.stride())
-            and (view.dtype, self.dtype) == (other_view.dtype, other.dtype)
-        )
+    @property
+    def contents(self) -> tuple[Any, ...]:
+        """Its memory and dtypes: equal for pieces that carry the same data."""
+        view = self.view
+        return view.data_ptr(), view.shape, view.stride(), view.dtype, self.dtype
 
     def parts(self, most_bytes: int) -> Iterator[Piece]:
         """Yield the piece in parts of at most `most_bytes`, in row major order."""
@@ -345,17 +342,8 @@ class RankMessage:
 
     @property
     def contents(self) -> list[Any]:
-        """The memory and dtypes of its elements: equal for messages that carry the same data."""
-        return [
-            (
-                piece.view.data_ptr(),
-                piece.view.shape,
-                piece.view.stride(),
-                piece.view.dtype,
-                piece.dtype,
-            )
-            for piece in self.pieces
-        ]
+        """Those of its pieces: equal for messages that carry the same data."""
+        return [piece.contents for piece in self.pieces]
 
     def carries_like(self, other: RankMessage) -> bool:
         """Return whether another message carries the same memory as the same dtypes."""
@@ -363,7 +351,7 @@ class RankMessage:
         columns = pieces.views, others.views, pieces.forms, others.forms
         return len(pieces) == len(others) and all(
             (view is like and form is form_like)
-            or Piece(view, form).lies_like(Piece(like, form_like))
+            or Piece(view, form).contents == Piece(like, form_like).contents
             for view, like, form, form_like in zip(*columns, strict=True)
         )
 
@@ -478,7 +466,8 @@ def list_pieces(
             (tensors_of[0].dtype, tensors_of[0].stride()) if len(tensors_of) else None
             for tensors_of in (sources, targets)
         ]
-        into, out = _list_boxes(kind.change, kind.received, kind.sent, rank, *ends, kind.dtype)
+        outgoing_rows = kind.sent if with_sent else None
+        into, out = _list_boxes(kind.change, kind.received, outgoing_rows, rank, *ends, kind.dtype)
         for order, peer, box, form, local_source in into:
             views = box.views(targets)
             if local_source is not None:
@@ -489,7 +478,7 @@ def list_pieces(
             places = places + 1
         # Data sent to several ranks is a single view.
         views_of: dict[_BoxView, tuple[Sequence[torch.Tensor], list[PieceForm]]] = {}
-        for order, peer, box, form, _ in out if with_sent else ():
+        for order, peer, box, form, _ in out:
             if box not in views_of:
                 views_of[box] = box.views(sources), [form] * many
             sent[order, peer].append((places, views_of[box]))
@@ -549,7 +538,7 @@ _LocalForm = tuple[torch.dtype, tuple[int, ...]] | None
 def _list_boxes(
     change: LayoutChange,
     received: Transfers,
-    sent: Transfers,
+    sent: Transfers | None,
     rank: int,
     source: _LocalForm,
     target: _LocalForm,
@@ -572,7 +561,7 @@ def _list_boxes(
             reduction = (change.source.reduction or "sum") if orders[row] else None
             form = PieceForm.of(boxes[row].shape, dtype or target[0], reduction)
             into.append(_MovedBox(orders[row], senders[row], boxes[row], form, sources[row]))
-    if source is not None and len(sent):
+    if source is not None and sent is not None and len(sent):
         boxes = _find_boxes(change.source, rank, source[1], sent, is_target=False)
         orders, receivers = sent.order.tolist(), sent.target_slot.tolist()
         for row in schedule.order_transfers(sent):
