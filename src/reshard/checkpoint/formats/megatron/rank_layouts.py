@@ -117,7 +117,8 @@ class StageLayouts:
         arguments: Megatron's, if known.
 
     Raises:
-        RecipeError: a model that the ranks do not divide, or whose sharding is not known.
+        RecipeError: a model that the ranks do not divide, whose sharding is not known, or that has
+            optimizer state of a parameter without a weight.
         UsageError: a mesh that Megatron's ranks cannot form.
     """
 
@@ -148,6 +149,12 @@ class StageLayouts:
         self.weights: dict[str, tuple[int, ...]] = {
             self.engine[name]: shapes[name] for name in weights
         }
+        without = next((p for p in map(self.parameter_of, shapes) if p not in self.weights), None)
+        if without is not None:
+            raise RecipeError(
+                f"{without!r} has optimizer state and no weight, whose type and place determine "
+                "where its state is; convert to torch-dist"
+            )
         self.layers = self._count_layers()
         self.experts = self._count_experts()
         self.is_tied = OUTPUT not in self.weights and EMBEDDING in self.weights

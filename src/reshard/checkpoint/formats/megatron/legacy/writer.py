@@ -78,12 +78,6 @@ class RankFoldersPlanner:
                     "--exclude"
                 )
             self.of.setdefault(self.stages.parameter_of(name), {})[key] = name
-        without = next((name for name, own in self.of.items() if "" not in own), None)
-        if without is not None:
-            raise RecipeError(
-                f"{without!r} has optimizer state and no weight, whose type and place determine "
-                "where its state is; convert to torch-dist"
-            )
         self.builder = TorchFilesBuilder(new.tensors)
         iteration = new.values.get("iteration", 0)
         # Names of folders have 7 digits.
