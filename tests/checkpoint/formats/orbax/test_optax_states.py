@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from reshard import checkpoint
 from reshard.checkpoint.formats.orbax.optax_states import name_states, place_states
 from reshard.checkpoint.training.state import find_training_state
 from reshard.dtypes import dtype
+
+SEVEN = Tensor(dtype("float32"), np.array(7, dtype=np.float32).view(np.uint32))
 
 
 def test_adamw_after_a_clipping_is_named(saved: Path) -> None:
@@ -46,8 +50,7 @@ def test_state_of_other_programs_is_placed_as_adamw(tmp_path: Path) -> None:
     arrays = {"up.weight": tensor("float32", (4, 2), 1)}
     for key in ("exp_avg", "exp_avg_sq"):
         arrays[f"optimizer.state.up.weight.{key}"] = tensor("float32", (4, 2), 2)
-    seven = np.array(7, dtype=np.float32).view(np.uint32)
-    arrays["optimizer.state.up.weight.step"] = Tensor(dtype("float32"), seven)
+    arrays["optimizer.state.up.weight.step"] = SEVEN
     write_file(tmp_path / "s" / "model.safetensors", arrays)
     checkpoint.convert(tmp_path / "s", tmp_path / "t", to="full", format="orbax")
     tree = json.loads((tmp_path / "t" / "_METADATA").read_text())["tree_metadata"]
@@ -65,6 +68,38 @@ def test_state_of_other_programs_is_placed_as_adamw(tmp_path: Path) -> None:
         source = checkpoint.open(tmp_path / "s")
         read = checkpoint.read_tensor(found, name)
         assert np.array_equal(read, checkpoint.read_tensor(source, name))
+
+
+@pytest.mark.parametrize(
+    "exclude",
+    ["*.step", "*.a.exp_avg", "*.a.exp_avg_sq", "*.a.step", "*.exp_avg", "*[ab]", "*.[ab].[se]*"],
+)
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+def test_state_in_part_keeps_its_names(format: str, exclude: str, tmp_path: Path) -> None:
+    """Also state that was read from Orbax, with a path of its own."""
+    (tmp_path / "s").mkdir()
+    arrays = {}
+    for number, name in enumerate("ab"):
+        arrays[name] = tensor("float32", (4, 2), number)
+        for key in ("exp_avg", "exp_avg_sq"):
+            arrays[f"optimizer.state.{name}.{key}"] = tensor("float32", (4, 2), 2 + number)
+        arrays[f"optimizer.state.{name}.step"] = SEVEN
+    write_file(tmp_path / "s" / "model.safetensors", arrays)
+    source = tmp_path / "s"
+    if format == "orbax":
+        checkpoint.convert(source, tmp_path / "o", to="full", format="orbax")
+        source = tmp_path / "o"
+    options: dict[str, Any] = {"to": "full", "format": "orbax", "exclude": [exclude]}
+    conversion = checkpoint.plan_conversion(source, tmp_path / "t", **options)
+    checkpoint.run_conversion(conversion)
+    # Steps of several parameters are one count, which is an integer.
+    moments = [n for n in conversion.write_plan.tensors if "exp_avg" in n]
+    for _ in range(2):
+        found = checkpoint.open(tmp_path / "t")
+        assert {name for name in found.tensors if ".exp_avg" in name} == {*moments}
+        for name in moments:
+            assert checkpoint.read_tensor(found, name).tobytes() == arrays[name].bits.tobytes()
+        (tmp_path / "t" / "reshard.manifest.json").unlink(missing_ok=True)
 
 
 def test_a_tree_directly_in_the_optimizer_is_no_state() -> None:
@@ -162,7 +197,7 @@ def test_states_of_variables_of_flax_are_named() -> None:
 def test_other_optimizers_of_other_programs_are_placed() -> None:
     def place(*keys: str) -> tuple[dict[str, tuple[str | int, ...]], list[int]]:
         names = ["w", *(f"optimizer.state.w.{key}" for key in keys)]
-        found, empty = place_states(names, {})
+        found, empty = place_states(names, [], {})
         assert found.pop("w") == ("params", "w")
         by_key = {name.rpartition(".")[2]: path for name, path in found.items()}
         return by_key, [number for _, number in empty]
@@ -182,5 +217,5 @@ def test_other_optimizers_of_other_programs_are_placed() -> None:
 
 
 def test_paths_of_orbax_are_kept() -> None:
-    paths = {"optimizer.state.w.exp_avg": ("opt", 3, "mu", "w")}
-    assert place_states(paths, paths) == ({}, [])
+    paths = {"params.w": ("params", "w"), "optimizer.state.w.exp_avg": ("opt", 3, "mu", "w")}
+    assert place_states(paths, [], paths) == ({}, [])

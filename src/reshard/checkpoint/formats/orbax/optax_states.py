@@ -14,7 +14,8 @@ Optax stores states as nested tuples, which contain trees like the tree of the p
    two states have the same key of a parameter, the second's keys end in `_2`.
 3. A tensor's path in the tree is kept, so that a checkpoint of Orbax is restored as it was.
 4. Training state of other programs gets paths of `optax.adamw`, `lion`, `sgd`, `rmsprop`,
-   `adagrad` or `adadelta`, by its keys.
+   `adagrad` or `adadelta`, by its keys; state that would not be read under its name there, as
+   that of a part of the parameters, keeps its name as its path.
 """
 
 from __future__ import annotations
@@ -167,14 +168,40 @@ def is_count(path: TreePath) -> bool:
 
 
 def place_states(
-    names: Iterable[str], paths: Mapping[str, TreePath]
+    tensors: Iterable[str], values: Iterable[str], paths: Mapping[str, TreePath]
 ) -> tuple[dict[str, TreePath], list[TreePath]]:
     """Return paths for training state that a tree of Optax lacks, and the paths of empty states.
 
-    >>> place_states(["w", "optimizer.state.w.exp_avg", "optimizer.state.w.step"], {})[0]
+    State that would be read under another name, such as `exp_avg_sq` of a parameter without
+    `exp_avg`, gets the path of its own name.
+
+    >>> place_states(["w", "optimizer.state.w.exp_avg", "optimizer.state.w.step"], [], {})[0]
     {'w': ('params', 'w'), 'optimizer.state.w.exp_avg': ('opt_state', 0, 'mu', 'w'),
      'optimizer.state.w.step': ('opt_state', 0, 'count')}
     """
+    tensors = [*tensors]
+    names = dict.fromkeys((*tensors, *values))
+    plain: dict[str, TreePath] = {}
+    while True:
+        placed, empty = _place_all(names, {**paths, **plain})
+        placed |= plain
+        own = {name: placed.get(name) or paths.get(name, (name,)) for name in tensors}
+        read = name_states(own.values())
+        states = {name: split_state_name(name) for name in tensors if name not in plain}
+        misread = {
+            name: ("optimizer", "state", *state[0].split("."), state[1])
+            for name, state in states.items()
+            if state is not None and name not in read[own[name]]
+        }
+        if not misread:
+            return placed, empty
+        plain |= misread
+
+
+def _place_all(
+    names: Iterable[str], paths: Mapping[str, TreePath]
+) -> tuple[dict[str, TreePath], list[TreePath]]:
+    """Return the paths of training state without a path, and those of empty states."""
     there = dict.fromkeys(names)
     names_by_key: dict[str, dict[str, str]] = {}
     for name in there:

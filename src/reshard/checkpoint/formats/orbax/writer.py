@@ -130,7 +130,7 @@ def _check_tensor(name: str, tensor: PlannedTensor) -> None:
 
 def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, tree.TreePath]]:
     """Return the plain values that Orbax can store, and the paths of tensors and values."""
-    placed, empty = place_states((*new.tensors, *new.values), new.paths)
+    placed, empty = place_states(new.tensors, new.values, new.paths)
     paths: dict[str, tree.TreePath] = {}
     for name in new.tensors:
         paths[name] = placed.get(name) or new.paths.get(name, (name,))
