@@ -12,7 +12,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.spmd.core.operator import operators
 from reshard.spmd.ops.foreign import COMPOSED
-from reshard.spmd.shards.operation_call import laid_out
+from reshard.spmd.shards.operation_call import infer_specs
 
 MESH = DeviceMesh.of(x=2)
 # Operands' shapes, attributes of the rule, and the composition.
@@ -100,7 +100,7 @@ def test_the_rule_gives_the_shardings_of_the_composition(name: str) -> None:
             operands = [
                 sp.array(array, spec(MESH, own)) for array, own in zip(arrays, texts, strict=True)
             ]
-            ruled = laid_out(operators[name], [one.type for one in operands], attributes, MESH)
+            ruled = infer_specs(operators[name], [one.type for one in operands], attributes, MESH)
             results = function(*operands)
             results = results if isinstance(results, list | tuple) else [results]
             assert [one.shape for one in results] == list(ruled.inferred.result_shapes)
