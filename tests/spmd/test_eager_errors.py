@@ -182,7 +182,7 @@ def test_whole_arrays_are_refused_as_arrays_in_shards_are(
     whole = sp.array(DATA, runner=sp.in_process(library))
     with pytest.raises(SpecError, match=said):
         function(whole)
-    with pytest.raises(SpecError):
+    with pytest.raises(SpecError, match=said):
         function(sharded(DATA, library))
 
 

@@ -470,7 +470,7 @@ def infer_specs(
     Pending sums are reduced first where the operator cannot work on contributions.
     """
     shapes = [() if operand is None else operand.shape for operand in operands]
-    inferred = operator.inferred(shapes, **attributes)
+    inferred = infer_checked(operator, operands, attributes)
     axes, reduction = kept_partial(operator, operands, attributes) if allows_partial else ((), None)
     specs = [
         replicated(mesh, len(shape))
