@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,30 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="pipe: not a regular file"):
         checkpoint.open(tmp_path / "pipe")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is Linux's")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (MANIFEST, "is not JSON|Expecting value"),
+        ("config.json", "config.json is not JSON"),
+        ("latest_checkpointed_iteration.txt", "expected the number of the last step"),
+    ],
+)
+def test_a_device_has_no_content(whole: Path, name: str, says: str) -> None:
+    """A link to `/dev/zero`, which has as many bytes as are asked for."""
+    if name.startswith("latest"):
+        (whole / "model.safetensors").unlink()
+    (whole / name).symlink_to("/dev/zero")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 30), limits[1]))
+    try:
+        with pytest.raises((CheckpointError, FormatError), match=says):
+            checkpoint.plan_conversion(whole, whole.parent / "t", to="tp=2", recipe="auto")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_a_name_that_utf_8_cannot_say(whole: Path) -> None:

@@ -35,6 +35,7 @@ from reshard._records import Record
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES
 from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns, TensorKind
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
+from reshard.checkpoint.storage.filesystem import read_whole
 from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
@@ -210,7 +211,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """
     path = folder / MANIFEST_NAME
     try:
-        text = path.read_bytes()
+        text = read_whole(path)
     except FileNotFoundError:
         return None
     except OSError as error:

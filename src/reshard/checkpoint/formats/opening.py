@@ -30,6 +30,7 @@ from reshard.checkpoint.formats.registry import (
     is_format_file,
 )
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from reshard.checkpoint.storage.filesystem import read_whole
 from reshard.checkpoint.storage.local_files import FileIdentity
 from reshard.checkpoint.storage.permissions import describe_foreign_link
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path, walk_folder
@@ -308,7 +309,7 @@ def read_adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 def read_json_file(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if the file is missing."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_whole(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from reshard.checkpoint.comparison import compare
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.opening import MAX_CARRIED_BYTES, MODEL_FILES
+from reshard.checkpoint.storage.filesystem import read_whole
 from reshard.checkpoint.storage.permissions import describe_foreign_link
 from reshard.checkpoint.storage.remote_paths import as_path
 from reshard.dtypes import DType
@@ -90,7 +91,7 @@ def find_model_files(
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = parse_json(path.read_bytes().decode("utf-8"))
+        content = parse_json(read_whole(path).decode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -35,6 +35,7 @@ import io
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -62,6 +63,17 @@ def read_up_to(file: BinaryIO, max_bytes: int) -> bytes:
         max_bytes = min(max_bytes, max(0, file.seek(0, os.SEEK_END) - position))
         file.seek(position)
     return file.read(max_bytes)
+
+
+def read_whole(path: Path) -> bytes:
+    """Return the content of a file, which is as long as its size: that of a device is 0.
+
+    `Path.read_bytes` reads what it gets until memory ends, as from a link to `/dev/zero`.
+
+    Raises OSError.
+    """
+    with path.open("rb") as file:
+        return read_up_to(file, sys.maxsize)
 
 
 def read_range(file: BinaryIO, start_bytes: int, size_bytes: int) -> bytes:

@@ -23,6 +23,7 @@ from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.format import CheckpointFormat, Listing
+from reshard.checkpoint.storage.filesystem import read_whole
 from reshard.errors import CheckpointError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
@@ -49,7 +50,7 @@ def find_iteration(path: Path) -> Path | None:
         return None
     tracker = path / TRACKER_NAME
     try:
-        text = tracker.read_bytes()[:64].decode().strip()
+        text = read_whole(tracker)[:64].decode().strip()
     except FileNotFoundError:
         return path
     except (OSError, UnicodeDecodeError) as error:

@@ -31,6 +31,7 @@ from reshard.checkpoint.formats.rank_files.parts import (
     bind_sharding,
     list_parameters,
 )
+from reshard.checkpoint.storage.filesystem import read_whole
 from reshard.errors import FormatError, ShardError, UsageError
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh
@@ -215,7 +216,7 @@ def find_meta_cut(
 
 def _read_parameters(folder: Path) -> Mapping[str, Any] | None:
     try:
-        parameters = json.loads((folder / PARAMETERS).read_bytes())
+        parameters = json.loads(read_whole(folder / PARAMETERS))
     except (OSError, ValueError, RecursionError):
         return None
     return parameters if isinstance(parameters, dict) else None
