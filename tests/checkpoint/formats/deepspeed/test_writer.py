@@ -357,6 +357,18 @@ def test_parameters_of_groups_without_state_are_refused(format: str, tmp_path: P
     assert group["params"] == ["a.weight"]
 
 
+@pytest.mark.parametrize("format", [*STAGES, "deepspeed-universal"])
+def test_state_in_part_is_an_error(format: str, tmp_path: Path) -> None:
+    """A flat buffer would have zeros in its place."""
+    source = unpack("zero1-bf16-2-plain", tmp_path)
+    options: dict[str, Any] = {"to": "full" if format == "deepspeed-universal" else 2}
+    options |= {"format": format, "exclude": ["*.scale.weight.exp_avg"]}
+    with pytest.raises(UsageError, match=r"'scale\.weight' has no exp_avg, and that"):
+        reshard.checkpoint.plan_conversion(source, tmp_path / "t", **options)
+    options["exclude"] = ["*.exp_avg"]
+    reshard.checkpoint.plan_conversion(source, tmp_path / "t", **options)
+
+
 def test_a_source_without_counters_and_scheduler_is_noted(tmp_path: Path) -> None:
     folder, fsdp = unpack("zero1-bf16-2-plain", tmp_path), tmp_path / "fsdp"
     same = reshard.checkpoint.convert(folder, tmp_path / "z", to="dp=1", format="deepspeed-zero1")

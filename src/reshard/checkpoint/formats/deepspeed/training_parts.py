@@ -136,6 +136,29 @@ class TrainingParts(Record):
                 f"--allow {STATELESS}, in Python allow=['{STATELESS}']"
             )
 
+    def expect_equal_states(self, plain: Mapping[str, Collection[str]]) -> None:
+        """Raise UsageError if a parameter lacks a part of the state that others of its group have.
+
+        DeepSpeed would go on from zeros, or refuse the folder of the parameter. `plain` has the
+        keys of each parameter's state that are no tensors.
+        """
+        for group in self.groups:
+            first: dict[frozenset[str], str] = {}
+            for name in group.names:
+                # Float32 weights that a source lacks are copies of the weights.
+                keys = {*self.states[name], *plain.get(name, ())} - {MASTER}
+                first.setdefault(frozenset(keys), name)
+            for own, name in first.items():
+                for more, other in first.items():
+                    if own < more:
+                        key = min(more - own)
+                        raise UsageError(
+                            f"optimizer state of {name!r} has no {key}, and that of {other!r} in "
+                            "its group does: DeepSpeed would not resume from it. Give a source "
+                            "with all of it, or leave it out for all parameters with --exclude "
+                            f"'*.{key}'"
+                        )
+
     @property
     def experts(self) -> tuple[str, ...]:
         """The parameters of experts, which DeepSpeed has in files of their own."""

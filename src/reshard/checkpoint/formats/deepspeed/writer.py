@@ -111,6 +111,7 @@ class SavePlanner:
         self._rest = {n: v for n, v in own.items() if not n.startswith(_OPTIMIZER)}
         self._paths = {name: path for name, path in new.paths.items() if name in self._rest}
         self.plain_states = find_plain_states(new.values)
+        self.parts.expect_equal_states(self.plain_states)
         steps = self._rest.get("global_steps")
         self.tag = f"global_step{steps if type(steps) is int and steps >= 0 else 0}"
         self.files = TorchFilesBuilder(new.tensors)
