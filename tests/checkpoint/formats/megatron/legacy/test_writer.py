@@ -136,6 +136,16 @@ def test_state_of_a_parameter_without_a_weight_is_an_error(
         )
 
 
+@pytest.mark.parametrize("removed", ["*.master", "*.layers.0.*.exp_avg", "*.final_layernorm.*_sq"])
+def test_state_in_part_is_an_error(removed: str, tmp_path: Path) -> None:
+    """Buffers would have zeros in its place."""
+    source = unpack("tensor", tmp_path) / "fully_reshardable"
+    with pytest.raises(RecipeError, match=r"' has no \w+, which the buffers of a distributed"):
+        checkpoint.plan_conversion(
+            source, tmp_path / "x", to="tp=2", format="megatron-legacy", exclude=[removed]
+        )
+
+
 def test_stacked_experts_are_not_written(tmp_path: Path) -> None:
     folder = unpack("grouped", tmp_path)
     with pytest.raises(RecipeError, match=r"one weight \(GroupedMLP\), which is not written"):

@@ -208,9 +208,15 @@ class RankFoldersPlanner:
             for buffered, _, start in plan.places:
                 state_names = self.of[buffered.name]
                 for key, flat in _FLAT_KEYS.items():
-                    if key in state_names:
-                        self._expect_wide(state_names[key])
-                        self.builder.put(state_names[key], slots[chunk], flat_tensors[flat], start)
+                    if key not in state_names:
+                        # Megatron would load zeros, for `master` as the weight itself.
+                        raise RecipeError(
+                            f"{buffered.name!r} has no {key}, which the buffers of a distributed "
+                            "optimizer hold for every parameter; convert to torch-dist, or leave "
+                            "optimizer state out (--exclude 'optimizer.*')"
+                        )
+                    self._expect_wide(state_names[key])
+                    self.builder.put(state_names[key], slots[chunk], flat_tensors[flat], start)
         return state
 
     def _expect_wide(self, name: str) -> None:
