@@ -397,6 +397,20 @@ def test_axes_that_are_not_there(function: Any, axis: Any) -> None:
         function(sp.array(A, spec(MESH, "x, y")), axis=axis)
 
 
+def test_an_array_without_dimensions_is_an_axis() -> None:
+    x, axis = sp.array(A, spec(MESH, "x, y")), np.array(1)
+    assert np.array_equal(sp.flip(x, axis=axis).to_dense(), np.flip(A, 1))
+    assert np.array_equal(sp.roll(x, 1, axis=axis).to_dense(), np.roll(A, 1, 1))
+    assert sp.squeeze(x[:, :1], axis).shape == A.shape[:1]
+    for axes in (np.array(1.5), np.array(7)):
+        with pytest.raises(SpecError, match="of 2"):
+            sp.flip(x, axis=axes)
+    with pytest.raises(SpecError, match="permutation"):
+        sp.permute_dims(x, axis)
+    with pytest.raises(UsageError, match="give a size"):
+        sp.max_pool(x, axis)
+
+
 def test_arguments_that_cannot_be_are_said() -> None:
     x = sp.array(A, spec(MESH, "x, y"))
     with pytest.raises(SpecError, match="of 2"):

@@ -65,6 +65,17 @@ def explain_errors(asked: str, expected: str) -> Iterator[None]:
         raise UsageError(f"{asked}: {error}; {expected}") from error
 
 
+def has_entries(value: Any) -> bool:
+    """Return whether a value can be iterated: an array without dimensions cannot.
+
+    >>> import numpy as np
+    >>> has_entries((0, 1)), has_entries(np.array(1)), has_entries(1)
+    (True, False, False)
+    """
+    # Such an array has the method `__iter__`, which raises.
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
+
+
 def as_whole(value: Any) -> int | None:
     """Convert an integer of any type to an int; return None for other values.
 

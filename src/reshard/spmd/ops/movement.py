@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from reshard.spmd.core.local_work import Function, LocalWork, find_function
 from reshard.spmd.core.operator import OperatorClass, TapeStep, ship
 from reshard.spmd.core.result_types import promoted
 from reshard.spmd.ops import data_types
-from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_pairs
+from reshard.spmd.ops.arguments import as_whole, has_entries, of_arrays, whole_pairs
 from reshard.spmd.ops.elementwise import operands, whole
 from reshard.spmd.rules import rule_builder as rules
 from reshard.spmd.rules.rule_builder import Axes, Inferred, Shape
@@ -42,7 +42,7 @@ Range = tuple[int, int, int]
 
 def read_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     """Return axes counted from the start, in their order. Raises SpecError for a missing axis."""
-    asked = tuple(axis) if isinstance(axis, Iterable) else (axis,)
+    asked: tuple[Any, ...] = tuple(cast(Any, axis)) if has_entries(axis) else (axis,)
     try:
         axes = tuple(map(index, asked))
     except TypeError:
@@ -218,7 +218,7 @@ register(
 @of_arrays
 def permute_dims(x: Any, /, axes: Sequence[int]) -> Any:
     """Permute the dimensions: dimension `d` of the result is `axes[d]`."""
-    if not isinstance(axes, Iterable):
+    if not has_entries(axes):
         raise SpecError(f"permutation {axes!r} of {x.ndim} dimensions; name each of them once")
     return call("permute_dims", (x,), {"axes": tuple(axes)})
 

@@ -29,7 +29,7 @@ from reshard.spmd.core.operator import Example, Placed, TapeStep, of_product, op
 from reshard.spmd.core.result_types import kind_of, of_first
 from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops import halos
-from reshard.spmd.ops.arguments import of_arrays, whole_numbers, whole_pairs
+from reshard.spmd.ops.arguments import has_entries, of_arrays, whole_numbers, whole_pairs
 from reshard.spmd.ops.elementwise import operands, where
 from reshard.spmd.ops.halos import Edges, WindowReach
 from reshard.spmd.ops.movement import pad, take_ranges
@@ -611,7 +611,7 @@ def avg_pool(
 def _call_pool(
     name: str, x: Any, window: Sequence[int], strides: Sizes | None, padding: Padding
 ) -> Any:
-    if not hasattr(window, "__len__"):
+    if not hasattr(window, "__len__") or not has_entries(window):
         raise UsageError(f"window {window!r}; give a size for each dimension that it moves over")
     if kind_of(x.dtype) == "complex floating" and name == "max_pool":
         raise UsageError(f"max_pool of {x.dtype}: complex numbers have no order; take real or abs")
