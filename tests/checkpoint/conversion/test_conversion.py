@@ -30,6 +30,7 @@ from checkpoint.checkpoint_files import (
     write_file,
     write_ranks,
 )
+from checkpoint.model_files import write_model
 from reshard import DeviceMesh, checkpoint, spec
 from reshard.errors import UnmatchedError, UsageError
 from reshard.layout import Layout
@@ -390,3 +391,14 @@ def test_blocks_of_the_real_size(tmp_path: Path) -> None:
     assert Tensor(whole["pages"].dtype, pages) == whole["pages"]
     checkpoint.convert(tmp_path / "cut", tmp_path / "full", to="full")
     assert read_file(tmp_path / "full" / "model.safetensors") == whole
+
+
+def test_another_file_does_not_replace_one_of_the_target(tmp_path: Path) -> None:
+    """A file of that name in the source that is no part of its checkpoint."""
+    whole = write_model(tmp_path / "whole", layers=1)
+    source, target = tmp_path / "source", tmp_path / "target"
+    checkpoint.convert(whole, source, to="full", format="torch-dcp")
+    (source / "pytorch_model.bin").write_bytes(b"other")
+    report = checkpoint.convert(source, target, to="full", format="torch-pickle")
+    assert any("pytorch_model.bin (the target's own file has" in note for note in report.notes)
+    assert checkpoint.compare(source, target).is_same

@@ -100,7 +100,14 @@ class Conversion(Record):
         """The files without tensors: the content of each, or the path from which it is copied."""
         if self.single_file is not None:
             return {}
-        return {name: self.source.path(name) for name in self.source.carried} | {**self.rewritten}
+        carried = (name for name in self.source.carried if name not in self._hidden)
+        return {name: self.source.path(name) for name in carried} | {**self.rewritten}
+
+    @cached_property
+    def _hidden(self) -> tuple[str, ...]:
+        """Other files of the source whose names are those of files with the target's tensors."""
+        own = {file.stored.name for file in self.write_plan.files}
+        return tuple(name for name in self.source.carried if name in own)
 
     @property
     def written_names(self) -> frozenset[str]:
@@ -188,7 +195,8 @@ class Conversion(Record):
 
     def _list_unwritten(self) -> Iterator[str]:
         """Yield notes on other files of the source that are not written."""
-        if left_out := self.source.left_out:
+        hidden = ((name, "the target's own file has that name") for name in self._hidden)
+        if left_out := (*self.source.left_out, *hidden):
             files = ", ".join(f"{name} ({why})" for name, why in left_out[:_MAX_FILES])
             more = len(left_out) - _MAX_FILES
             rest = f", and {more} more, which `reshard inspect` lists" if more > 0 else ""
