@@ -217,6 +217,8 @@ engines: $(ENGINES:%=.engines/%/.installed)
 .engines/%/.installed: tests/engines/requirements/%.txt
 	$(PYTHON) -m venv .engines/$*
 	.engines/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@# Engines find plug-ins by the entry points of what is installed.
+	.engines/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
 # Azurite stands for Azure's store, and is a package of npm: without npm its tests are skipped.
