@@ -212,6 +212,7 @@ def compared(operation: Operation, theirs: OpShardingRule | None, counts: Counte
 
 @pytest.fixture(scope="module")
 def pairs() -> list[tuple[Operation, OpShardingRule | None]]:
+    pytest.importorskip("jax")
     asked = operations(seed=7, each=EACH)
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("shardy_rules.py"))],

@@ -268,7 +268,7 @@ def test_files_that_are_visible_are_not_sent_again(
 def test_failed_requests_are_repeated(
     server: BucketServer, rows: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
-    faults = {3: 500, 5: 503, 9: "slam", 12: "lost", 15: 429, 18: 0.2}
+    faults = {3: 500, 5: 503, 7: 429, 9: "slam", 12: "lost", 15: 429, 18: 0.2}
     completed: list[str] = []
 
     def fault(number: int, request: Request) -> int | str | float | None:

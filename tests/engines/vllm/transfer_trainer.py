@@ -83,6 +83,8 @@ def main() -> None:
         model.save_pretrained(f"{saved}/{version}")
     trainer.shutdown()
     engine.shutdown_weight_transfer_engine()
+    # Without it, the exit below leaves the engine's processes behind.
+    engine.llm_engine.engine_core.shutdown()
     Path(result).write_text(json.dumps(found))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -257,7 +258,19 @@ def open_s3(bucket: str) -> S3Target:
         )
     except (BotoCoreError, ValueError) as error:
         raise OSError(errno.EINVAL, shorten(str(error)), f"s3://{bucket}") from error
+    client.meta.events.register("needs-retry.s3", _delay_throttled)
     return S3Target(bucket, client)
+
+
+def _delay_throttled(response: Any, attempts: int, **_: object) -> float | None:
+    """Return the seconds after which to repeat a request that got status 429, or None.
+
+    Until version 1.34 at least, the client's standard mode repeats it only if its body has a code
+    of AWS, which compatible stores do not send.
+    """
+    if response is None or response[0].status_code != 429 or attempts >= ATTEMPTS:
+        return None
+    return random.uniform(0, min(2 ** (attempts - 1), 20))
 
 
 @functools.cache

@@ -448,7 +448,11 @@ def _read_item(item: Any) -> Any:
         # NumPy gives an empty list float64, which cannot be an index.
         return np.asarray(item) if len(item) else np.zeros(0, np.int64)
     is_place = item is None or item is Ellipsis or isinstance(item, slice)
-    if is_place or _is_array(item) or (hasattr(item, "__index__") and not isinstance(item, bool)):
+    if (
+        is_place
+        or _is_array(item)
+        or (hasattr(item, "__index__") and not isinstance(item, bool | np.bool))
+    ):
         return item
     raise ShardError(
         f"index {item!r} of type {type(item).__name__}; give whole numbers, slices, ..., None, "
