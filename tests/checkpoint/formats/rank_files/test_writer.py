@@ -236,3 +236,15 @@ def test_values_of_single_ranks_keep_their_names(tmp_path: Path, ranks: int) -> 
         dict(sorted(values.items()))
     )
     assert compare(tmp_path / "source", target).is_same
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_state_is_not_written_under_numbers(tmp_path: Path, ranks: int) -> None:
+    """A reader gives it the names of parameters, which are not those of the manifest."""
+    source, target = write_source(tmp_path / "source"), tmp_path / "target"
+    options = {"to": f"fsdp={ranks}", "rules": RULES, "format": "rank-files"}
+    with pytest.raises(UsageError, match=r"'optimizer.state.0.\w+' has the number of"):
+        convert(source, target, training="torch", **options)
+    assert not target.exists()
+    convert(source, target, training="reshard", **options)
+    assert "optimizer.state.0.weight.exp_avg" in open_checkpoint(target).tensors

@@ -21,6 +21,7 @@ from reshard.binding import View
 from reshard.checkpoint.formats.optimizer_states import (
     GROUPS,
     OPTIMIZER_PREFIX,
+    find_state_names,
     split_state_name,
 )
 from reshard.checkpoint.formats.rank_files import (
@@ -117,12 +118,33 @@ def _find_cut(name: str, tensor: PlannedTensor, mesh: DeviceMesh) -> _Cut:
     return sharding, placements
 
 
+def _list_parameters(cuts: Mapping[str, Any]) -> list[str]:
+    """Return the names of the model's DTensors, which a reader numbers in this order."""
+    return [
+        name for name, cut in cuts.items() if cut is not None and split_state_name(name) is None
+    ]
+
+
+def _check_names(new: NewCheckpoint, cuts: Mapping[str, Any]) -> None:
+    """Raise UsageError for state that is read under another name than it has."""
+    shapes = {name: tensor.layout.shape for name, tensor in new.tensors.items()}
+    state = {name: shape for name, shape in shapes.items() if name.startswith(OPTIMIZER_PREFIX)}
+    # Where no tensor is a DTensor, a reader takes all of the model for parameters.
+    names = _list_parameters(cuts) or [name for name in shapes if name not in state]
+    parameters = [(name, shapes[name]) for name in names]
+    read_names, _ = find_state_names(parameters, state, new.values.get(GROUPS))
+    for name, read in read_names.items():
+        raise UsageError(
+            f"{name!r} has the number of a parameter; format {FORMAT_NAME} numbers parameters "
+            f"itself, and this is read as {read!r}. Give --training reshard, or, if that leaves "
+            f"numbers, --rename {name}={read}, or another --format"
+        )
+
+
 def _find_numbers(new: NewCheckpoint, cuts: Mapping[str, Any]) -> dict[str, int]:
     """Return the numbers of parameters, if a reader can find their names by these."""
     groups = new.values.get(GROUPS)
-    parameters = [
-        name for name, cut in cuts.items() if cut is not None and split_state_name(name) is None
-    ]
+    parameters = _list_parameters(cuts)
     if not isinstance(groups, list) or len(groups) != 1 or not isinstance(groups[0], dict):
         return {}
     if list(groups[0].get("params") or ()) != parameters:
@@ -146,7 +168,8 @@ class RankFilesPlanner:
     """A planner of the files of all ranks.
 
     Raises:
-        UsageError: no mesh, or no tensor that is sharded over it; a type that PyTorch lacks.
+        UsageError: no mesh, or no tensor that is sharded over it; a type that PyTorch lacks;
+            optimizer state under the numbers of parameters.
         RecipeError: a sharding that DTensors cannot express.
     """
 
@@ -166,6 +189,7 @@ class RankFilesPlanner:
                 f"no tensor is cut over the mesh {mesh.text}: ranks' files of copies do not "
                 "identify them. Give rules, or --to full with another --format"
             )
+        _check_names(new, self.cuts)
         self.builder = building.TorchFilesBuilder(new.tensors)
         self._numbers = _find_numbers(new, self.cuts)
         self._alike = _find_alike(new.values, len(mesh.devices))
