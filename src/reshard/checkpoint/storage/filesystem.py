@@ -66,9 +66,10 @@ def read_up_to(file: BinaryIO, max_bytes: int) -> bytes:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of a file, which is as long as its size: that of a device is 0.
+    """Read a file up to its size.
 
-    `Path.read_bytes` reads what it gets until memory ends, as from a link to `/dev/zero`.
+    A device has size 0, so nothing is read from it. `Path.read_bytes` reads a link to `/dev/zero`
+    until memory is exhausted.
 
     Raises OSError.
     """

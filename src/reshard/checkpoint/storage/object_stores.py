@@ -353,8 +353,15 @@ def repeat(action: Callable[[], Answer], key: str) -> Answer:
         except (refusals.BaseError, ConnectionError) as error:
             if attempt == _ATTEMPTS or not _is_transient(error):
                 raise OSError(errno.EIO, _describe_error(error), key) from error
-        # Wait for a random time, so that many ranks do not repeat their requests at the same time.
-        time.sleep(_FIRST_WAIT_S * 2**attempt * random.uniform(0.25, 0.5))
+        time.sleep(choose_wait_s(attempt))
+
+
+def choose_wait_s(attempt: int) -> float:
+    """Return the seconds to wait after an attempt, which double with each.
+
+    They are random, so that many ranks do not repeat their requests at the same time.
+    """
+    return _FIRST_WAIT_S * (1 << attempt) * random.uniform(0.25, 0.5)
 
 
 def _is_transient(error: BaseException) -> bool:

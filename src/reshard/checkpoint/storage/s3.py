@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from reshard.checkpoint.storage.object_stores import (
     ObjectState,
     ObjectTarget,
     PendingUpload,
+    choose_wait_s,
     conversion_metadata,
     find_setting,
     is_unsigned,
@@ -270,7 +270,7 @@ def _delay_throttled(response: Any, attempts: int, **_: object) -> float | None:
     """
     if response is None or response[0].status_code != 429 or attempts >= ATTEMPTS:
         return None
-    return random.uniform(0, min(2 ** (attempts - 1), 20))
+    return choose_wait_s(attempts)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ places that looked them up, added.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from reshard.spmd.core.operator import OperatorClass, TapeStep, ship
 from reshard.spmd.core.result_types import index, kind_of, of_first
 from reshard.spmd.ops import data_types, elementwise, movement
 from reshard.spmd.ops import elementwise as e
-from reshard.spmd.ops.arguments import of_arrays, whole_numbers
+from reshard.spmd.ops.arguments import has_entries, of_arrays, whole_numbers
 from reshard.spmd.ops.elementwise import operands, where, whole
 from reshard.spmd.ops.filling import zeros_like
 from reshard.spmd.ops.movement import Range
@@ -680,7 +680,7 @@ def dynamic_slice(x: Any, starts: Sequence[Any], /, sizes: Sequence[int]) -> Any
 
 def _add_starts(arrays: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
     """Return the operands. Raises UsageError if the starts of a rectangle are not integers."""
-    if not isinstance(starts, Iterable) or getattr(starts, "shape", None) == ():
+    if not has_entries(starts):
         raise UsageError(f"a rectangle that begins at {starts!r}; give a start for each dimension")
     inputs = operands(*arrays, *starts)
     for start in inputs[len(arrays) :]:

@@ -400,7 +400,7 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
 
 
 def _promote(arrays: Sequence[Any]) -> list[Any]:
-    if not isinstance(arrays, Iterable) or getattr(arrays, "shape", None) == ():
+    if not has_entries(arrays):
         raise SpecError(f"{arrays!r}, a {type(arrays).__name__}, to put together; give arrays")
     values = list(arrays)
     if not values:

@@ -368,12 +368,11 @@ def call(
             parts.append(x.type)
             if x.runner is not runner:
                 runner = x.runner if runner is None else _common_runner(name, runner, x.runner)
-        elif x.__class__ in PYTHON_NUMBERS or (number := as_python_number(x)) is x:
+        elif x.__class__ in PYTHON_NUMBERS or as_python_number(x) is x:
             # Only the class of a number: its value is an operand of the compiled operation.
             parts.append(x.__class__)
         else:
-            numbers = [number if operand is x else operand for operand in operands]
-            return call(name, numbers, attributes, options)
+            return call(name, [*map(as_python_number, operands)], attributes, options)
     if runner is None:
         raise _refuse_operands(name, operands)
     if attributes or options:

@@ -40,6 +40,7 @@ from typing import Any
 
 import reshard.errors
 from reshard._validation import check_int, check_ints
+from reshard.checkpoint.storage.filesystem import read_whole
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, ReshardError, RunError, UsageError
 from reshard.mesh import DeviceMesh
@@ -213,7 +214,7 @@ def find_version(python: str) -> str | None:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(read_whole(path))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}; vLLM builds a model by it"

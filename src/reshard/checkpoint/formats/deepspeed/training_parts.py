@@ -7,6 +7,7 @@ whose positions a `FlatPlan` has.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -140,7 +141,7 @@ class TrainingParts(Record):
         """Raise UsageError if a parameter lacks a part of the state that others of its group have.
 
         DeepSpeed would go on from zeros, or refuse the folder of the parameter. `plain` has the
-        keys of each parameter's state that are no tensors.
+        keys of each parameter's state that are not tensors.
         """
         for group in self.groups:
             first: dict[frozenset[str], str] = {}
@@ -148,16 +149,14 @@ class TrainingParts(Record):
                 # Float32 weights that a source lacks are copies of the weights.
                 keys = {*self.states[name], *plain.get(name, ())} - {MASTER}
                 first.setdefault(frozenset(keys), name)
-            for own, name in first.items():
-                for more, other in first.items():
-                    if own < more:
-                        key = min(more - own)
-                        raise UsageError(
-                            f"optimizer state of {name!r} has no {key}, and that of {other!r} in "
-                            "its group does: DeepSpeed would not resume from it. Give a source "
-                            "with all of it, or leave it out for all parameters with --exclude "
-                            f"'*.{key}'"
-                        )
+            for (own, name), (more, other) in itertools.permutations(first.items(), 2):
+                if own < more:
+                    key = min(more - own)
+                    raise UsageError(
+                        f"optimizer state of {name!r} has no {key}, unlike that of {other!r} in "
+                        "the same group: DeepSpeed cannot resume from it. Give a source with all "
+                        f"of it, or leave it out for all parameters with --exclude '*.{key}'"
+                    )
 
     @property
     def experts(self) -> tuple[str, ...]:

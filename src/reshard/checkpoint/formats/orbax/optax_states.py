@@ -14,8 +14,8 @@ Optax stores states as nested tuples, which contain trees like the tree of the p
    two states have the same key of a parameter, the second's keys end in `_2`.
 3. A tensor's path in the tree is kept, so that a checkpoint of Orbax is restored as it was.
 4. Training state of other programs gets paths of `optax.adamw`, `lion`, `sgd`, `rmsprop`,
-   `adagrad` or `adadelta`, by its keys; state that would not be read under its name there, as
-   that of a part of the parameters, keeps its name as its path.
+   `adagrad` or `adadelta`, by its keys. State that a reader would give another name there, such
+   as that of only some parameters, keeps its name as its path.
 """
 
 from __future__ import annotations
@@ -181,17 +181,17 @@ def place_states(
     """
     tensors = [*tensors]
     names = dict.fromkeys((*tensors, *values))
+    states = {name: split for name in tensors if (split := split_state_name(name)) is not None}
     plain: dict[str, TreePath] = {}
     while True:
         placed, empty = _place_all(names, {**paths, **plain})
         placed |= plain
         own = {name: placed.get(name) or paths.get(name, (name,)) for name in tensors}
         read = name_states(own.values())
-        states = {name: split_state_name(name) for name in tensors if name not in plain}
         misread = {
-            name: ("optimizer", "state", *state[0].split("."), state[1])
-            for name, state in states.items()
-            if state is not None and name not in read[own[name]]
+            name: ("optimizer", "state", *parameter.split("."), key)
+            for name, (parameter, key) in states.items()
+            if name not in plain and name not in read[own[name]]
         }
         if not misread:
             return placed, empty

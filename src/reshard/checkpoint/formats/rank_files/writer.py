@@ -133,7 +133,8 @@ def _check_names(new: NewCheckpoint, cuts: Mapping[str, Any]) -> None:
     names = _list_parameters(cuts) or [name for name in shapes if name not in state]
     parameters = [(name, shapes[name]) for name in names]
     read_names, _ = find_state_names(parameters, state, new.values.get(GROUPS))
-    for name, read in read_names.items():
+    if read_names:
+        name, read = next(iter(read_names.items()))
         raise UsageError(
             f"{name!r} has the number of a parameter; format {FORMAT_NAME} numbers parameters "
             f"itself, and this is read as {read!r}. Give --training reshard, or, if that leaves "

@@ -342,7 +342,7 @@ class RankMessage:
 
     @property
     def contents(self) -> list[Any]:
-        """Those of its pieces: equal for messages that carry the same data."""
+        """The contents of its pieces: equal for messages that carry the same data."""
         return [piece.contents for piece in self.pieces]
 
     def carries_like(self, other: RankMessage) -> bool:
