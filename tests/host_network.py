@@ -20,7 +20,6 @@ import ctypes
 import json
 import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_SET_DEATH_SIGNAL = 1
 # What may be sent at once beyond the rate, and how long bytes may wait: a large packet, and enough
 # for a connection's window.
 _BURST_BYTES, _LATENCY_MS = 128 << 10, 400
@@ -37,7 +35,8 @@ _READY_S = 20.0
 
 def why_not() -> str:
     """Why there can be no such hosts here; empty where there can."""
-    missing = [name for name in ("ip", "tc", "unshare", "nsenter") if not shutil.which(name)]
+    programs = ("ip", "tc", "unshare", "nsenter", "setpriv")
+    missing = [name for name in programs if not shutil.which(name)]
     if missing:
         return f"{', '.join(missing)} not found; install iproute2 and util-linux"
     if os.geteuid() != 0:
@@ -133,7 +132,11 @@ class HostNetwork:
                 _run_in(core, "ip", "link", "set", port, "master", "switch")
 
     def _keep(self, name: str) -> int:
+        # Not by `preexec_fn`, which forks: JAX warns of a fork in a process that has used it.
         command = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
             "unshare",
             "--net",
             "--uts",
@@ -141,7 +144,7 @@ class HostNetwork:
             "-c",
             f"hostname {name} && exec sleep 1000000",
         ]
-        keeper = subprocess.Popen(command, preexec_fn=_die_with_parent, stderr=subprocess.PIPE)
+        keeper = subprocess.Popen(command, stderr=subprocess.PIPE)
         self._keepers.append(keeper)
         own, begun_s = os.readlink("/proc/self/ns/net"), time.monotonic()
         while True:
@@ -163,10 +166,6 @@ def enter_host(pid: int) -> None:
         with open(f"/proc/{pid}/ns/{kind}") as namespace:
             if _LIBC.setns(namespace.fileno(), 0):
                 raise OSError(ctypes.get_errno(), f"cannot enter the {kind} namespace of {pid}")
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _run_in(pid: int, *command: Any) -> str:

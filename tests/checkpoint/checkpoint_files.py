@@ -13,7 +13,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from oracle import Contents, contents_of_spec
+from reshard import system
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.safetensors.header import FileHeader, HeaderTensors, number_kinds
@@ -333,6 +334,19 @@ def small_folder(block_bytes: int | None = None) -> Iterator[Path]:
 def beside(folder: Path, mark: str) -> Path:
     """A path beside a folder, which no other test has."""
     return folder.with_name(f"{folder.name}-{mark}")
+
+
+def list_open_files(folder: Path) -> list[str]:
+    """Return the files in a folder that this process has open, deleted ones too.
+
+    Other descriptors are left out: what earlier tests left open may be closed at any moment.
+    """
+    opened = []
+    for number in system.list_descriptors():
+        # The descriptor that lists the others is closed by now.
+        with suppress(FileNotFoundError):
+            opened.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(path for path in opened if path.startswith(f"{folder}/") or path == str(folder))
 
 
 def change_last_copy(checkpoint: Checkpoint) -> None:

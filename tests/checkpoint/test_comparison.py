@@ -18,13 +18,14 @@ from checkpoint.checkpoint_files import (
     MANIFEST,
     Tensor,
     cuts,
+    list_open_files,
     small_folder,
     tensor,
     tensors,
     write_file,
     write_ranks,
 )
-from reshard import checkpoint, system
+from reshard import checkpoint
 from reshard.checkpoint.comparison import DamagedBlock
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.dtypes import dtype
@@ -253,14 +254,13 @@ def test_an_error_in_the_loop_stops_the_threads_before_the_files_close(
     def stop(progress: checkpoint.Progress) -> None:
         raise KeyboardInterrupt
 
-    before = len(system.list_descriptors())
     monkeypatch.setattr(SourceFile, "close", watched_close)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.compare(path, path, progress=stop)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.check_digests(path, progress=stop)
     assert working == []
-    assert len(system.list_descriptors()) == before
+    assert list_open_files(tmp_path) == []
 
 
 def test_a_file_that_shrank_since_it_was_opened(tmp_path: Path) -> None:

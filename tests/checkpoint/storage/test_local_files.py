@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard import system
+from checkpoint.checkpoint_files import list_open_files
 from reshard.checkpoint.storage.filesystem import (
     describe_free_space,
     sync_folder,
@@ -413,12 +413,11 @@ def test_an_error_of_the_cache_question_is_an_error(source_path, machine):
 
 
 def test_unreadable_files_are_named(tmp_path):
-    open_before = len(system.list_descriptors())
     with pytest.raises(RunError, match=r"none: cannot open for reading: No such file"):
         SourceFile(tmp_path / "none")
     with pytest.raises(RunError, match="not a regular file"):
         SourceFile(tmp_path)
-    assert len(system.list_descriptors()) == open_before
+    assert list_open_files(tmp_path) == []
 
 
 def test_reading_nothing_and_reading_a_closed_file(source_path):
@@ -716,7 +715,6 @@ def test_a_disk_too_small_is_noticed_before_anything_is_written(tmp_path, monkey
     monkeypatch.setattr(f"{module}.describe_free_space", lambda _: told)
     path = tmp_path / "target"
     path.write_bytes(b"earlier")
-    open_before = len(system.list_descriptors())
     with pytest.raises(RunError) as caught:
         TargetFile(path, 5_000_000)
     assert str(caught.value) == (
@@ -724,7 +722,7 @@ def test_a_disk_too_small_is_noticed_before_anything_is_written(tmp_path, monkey
         "free; free space and run the same command again, it continues"
     )
     assert path.read_bytes() == b"earlier"
-    assert len(system.list_descriptors()) == open_before
+    assert list_open_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)

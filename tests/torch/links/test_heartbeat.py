@@ -154,7 +154,7 @@ def test_processes_learn_that_the_first_rank_ended(store: SealedStore) -> None:
 GARBAGE = (b"", b"\0" * 10, b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 4, os.urandom(1 << 20))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_first_rank_that_has_forked_closes(store: SealedStore) -> None:
     desk = HeartbeatServer(store, "127.0.0.1", 3.0)
     read, write = os.pipe()

@@ -332,7 +332,7 @@ def test_clients_of_an_ended_server_raise(server: StoreServer) -> None:
             line.get("a")
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_server_of_a_process_that_has_forked_closes(server: StoreServer) -> None:
     read, write = os.pipe()
     forked = os.fork()

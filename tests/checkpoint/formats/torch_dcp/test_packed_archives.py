@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import reshard.torch
-from checkpoint.checkpoint_files import tensor
+from checkpoint.checkpoint_files import list_open_files, tensor
 from checkpoint.process_runs import content, run
 from checkpoint.test_memory import SLACK_BYTES, measure
-from reshard import DeviceMesh, checkpoint, spec, system
+from reshard import DeviceMesh, checkpoint, spec
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.blocks.block_io import open_sources
 from reshard.checkpoint.comparison import check_digests
@@ -207,12 +207,11 @@ def test_nothing_is_left_behind(packed: Path, tmp_path: Path) -> None:
     before = {*tmp_path.iterdir()}
     files = open_sources(open_checkpoint(packed), tmp_path)
     opened = [files["__0_0.distcp/unpacked"], files["__1_0.distcp/unpacked"]]
-    descriptors = len(system.list_descriptors())
     for file in opened:
         file.read_into(memoryview(bytearray(64)), 0)
     assert {*tmp_path.iterdir()} == before
     files.close()
-    assert len(system.list_descriptors()) < descriptors - 4
+    assert list_open_files(tmp_path) == []
 
 
 def test_an_archive_is_unpacked_once_by_many_threads(
