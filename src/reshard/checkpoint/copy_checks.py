@@ -39,7 +39,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard._records import Record
-from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_region
 from reshard.checkpoint.blocks.spans import Tile, source_tiles, usable_tiles
@@ -51,7 +50,7 @@ from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.checkpoint.storage.threads import run_in_threads
 from reshard.errors import CoverageError, MissingExtraError
-from reshard.geometry.regions import Region, multiply_runs
+from reshard.geometry.regions import Region
 from reshard.layout import Box, Layout
 from reshard.recipes.overrides import DIFFERING_COPIES
 from reshard.text import count_text, first_text, ranks_text
@@ -537,21 +536,10 @@ def _narrow(copy: _Copy, box: Box) -> _Copy:
 
 def _make_copy(kind: TensorKind, tile: Tile) -> _Copy:
     """Return the shard of a tile as a copy of its boxes, in the tensor's order."""
-    place, is_slot = kind.find_place(tile.slot, tile.number)
-    view = kind.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
-    runs = [
-        sorted(zip(start.tolist(), (start + length).tolist(), local.tolist(), strict=True))
-        for start, length, local in zip(tile.start, tile.length, tile.local, strict=True)
-    ]
-    regions = tuple(multiply_runs(runs, None, view.offset, view.strides))
-    is_all = len(regions) == 1 and regions[0].shape == tile.local_shape
-    return _Copy(
-        tile.slot,
-        place,
-        tile.offset * kind.dtype.itemsize_bytes if is_slot else 0,
-        regions,
-        is_all and view.is_dense(tile.local_shape),
-    )
+    place, offset_bytes = kind.find_place(tile.slot, tile.number, tile.offset)
+    regions = tuple(sorted(tile.regions(kind.view(tile.slot, tile.number))))
+    is_whole = len(regions) == 1 and regions[0].shape == tile.local_shape and regions[0].is_dense()
+    return _Copy(tile.slot, place, offset_bytes, regions, is_whole)
 
 
 # Detecting parts that a writer dropped.
@@ -753,7 +741,8 @@ def _read_groups(checkpoint: Checkpoint, reads: list[_Read]) -> Iterator[tuple[_
         return number, member, _digest(reads[number], member, files, buffer)
 
     digests_of_reads: list[dict[int, bytes]] = [{} for _ in reads]
-    results = run_in_threads(tasks, work, _make_buffer, choose_threads(None, checkpoint.folder))
+    threads = choose_threads(None, checkpoint.folder)
+    results = run_in_threads(tasks, work, lambda: AlignedBuffer.of(BUFFER_BYTES), threads)
     try:
         for number, member, digest in results:
             digests_of_reads[number][member] = digest
@@ -774,7 +763,7 @@ def _measure(checkpoint: Checkpoint, group: _Group, classes: tuple[tuple[int, ..
     samples: list[NDArray[Any]] = []
     files = open_sources(checkpoint)
     try:
-        with _make_buffer() as buffer:
+        with AlignedBuffer.of(BUFFER_BYTES) as buffer:
             for rank in (classes[0][0], classes[1][0]):
                 parts = _read_windows(read, group.ranks.index(rank), files, buffer)
                 samples.append(np.concatenate([part.reshape(-1) for part in parts]))
@@ -827,10 +816,6 @@ def _make_hasher() -> Any:
 
         return hashlib.blake2b(digest_size=16)
     return xxhash.xxh3_128()
-
-
-def _make_buffer() -> AlignedBuffer:
-    return AlignedBuffer(AlignedBuffer.capacity_for(BUFFER_BYTES))
 
 
 # Suggesting remedies.

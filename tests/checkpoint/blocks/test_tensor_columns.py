@@ -47,7 +47,7 @@ def test_columns_keep_cells_and_views() -> None:
     assert isinstance(ranges, FileRanges)
     assert (len(ranges), 1 in ranges, 2 in ranges) == (2, True, False)
     kind = TensorColumns.of({"w": apart}).kinds[0]
-    assert [kind.find_place(0, 1), kind.find_place(1, 0)] == [(1, False), (2, True)]
+    assert [kind.find_place(0, 1, 3), kind.find_place(1, 0, 3)] == [(1, 0), (2, 3)]
     with pytest.raises(CheckpointError, match="rank 2 stores no shard"):
         kind.find_place(2, 0)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -68,7 +68,7 @@ from reshard.runs import IntArray, concatenate
 from reshard.system import raise_open_file_limit
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.storage.shared_read_cache import SharedReadCache
+    from reshard.checkpoint.storage.shared_read_cache import ReadSpan, SharedReadCache
 
 
 class Workspace(Closing):
@@ -81,9 +81,8 @@ class Workspace(Closing):
         self, block_bytes: int, span_bytes: int, input_bytes: tuple[int, ...] = ()
     ) -> None:
         self.span_bytes = span_bytes
-        self.block = AlignedBuffer(AlignedBuffer.capacity_for(block_bytes))
-        self.span = AlignedBuffer(AlignedBuffer.capacity_for(span_bytes))
-        self.inputs = tuple(AlignedBuffer(AlignedBuffer.capacity_for(n)) for n in input_bytes)
+        self.block, self.span = AlignedBuffer.of(block_bytes), AlignedBuffer.of(span_bytes)
+        self.inputs = tuple(map(AlignedBuffer.of, input_bytes))
 
     def for_inputs(self) -> Workspace:
         """Return the same memory for reading sources of other blocks, into the first input."""
@@ -207,6 +206,25 @@ def open_sources(
     return files
 
 
+def share_reads(
+    checkpoint: Checkpoint, readers: int, tasks: Iterable[Iterable[ReadSpan]]
+) -> SharedReadCache:
+    """Return a cache of a remote checkpoint's files, shared by the readers of this host.
+
+    `tasks` are the spans of each task of this process, in the order in which they begin.
+    """
+    from reshard.checkpoint.storage.shared_read_cache import SharedReadCache
+
+    # Derived files are created by each process, and held ones are in its memory: not shared.
+    sizes = {
+        file.name: file.size_bytes
+        for file in checkpoint.files
+        if file.name not in checkpoint.derived and file.name not in checkpoint.held
+    }
+    spans = [[span for span in task if span[0].name in sizes] for task in tasks]
+    return SharedReadCache(str(checkpoint.folder), readers, sizes, spans)
+
+
 # Called with every range of a file that is read or written: its file, first byte and content.
 Watch = Callable[[str, int, memoryview], None]
 
@@ -321,8 +339,7 @@ class _BlockFiles:
         """
         kind = self.columns.kinds[number]
         for tile in self._tiles(number).intersecting(box):
-            place, is_slot = kind.find_place(tile.slot, tile.number)
-            start_bytes = tile.offset * grid.itemsize_bytes if is_slot else 0
+            place, start_bytes = kind.find_place(tile.slot, tile.number, tile.offset)
             view = kind.view(tile.slot, tile.number)
             for span in list_spans(tile, view, grid, box, start_bytes):
                 yield place, span

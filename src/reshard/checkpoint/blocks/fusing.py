@@ -26,7 +26,7 @@ from reshard.binding import View
 from reshard.checkpoint.blocks.spans import source_tiles
 from reshard.checkpoint.contents import StoredTensor
 from reshard.errors import RecipeError
-from reshard.geometry.regions import Region, bind_regions, multiply_runs
+from reshard.geometry.regions import Region, bind_regions
 from reshard.recipes.naming import Fusion
 
 # Each of these ranges is a request or a call of the system for a few bytes.
@@ -231,16 +231,9 @@ def list_stored_regions(tensor: StoredTensor) -> Iterator[StoredRegion]:
     for tile in source_tiles(tensor.assembly).tiles:
         place = tensor.file_range(tile.slot, tile.number, tile.offset)
         view = tensor.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
-        runs = [
-            [
-                (begin, begin + count, at)
-                for begin, count, at in zip(*(column.tolist() for column in columns), strict=True)
-            ]
-            for columns in zip(tile.start, tile.length, tile.local, strict=True)
-        ]
         first = place.start_bytes + view.offset * itemsize_bytes
-        strides = tuple(stride * itemsize_bytes for stride in view.strides)
-        for region in multiply_runs(runs, place.path, first, strides):
+        in_bytes = View(first, tuple(stride * itemsize_bytes for stride in view.strides))
+        for region in tile.regions(in_bytes, place.path):
             yield tile.slot, region
 
 

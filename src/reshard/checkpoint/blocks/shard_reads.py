@@ -18,15 +18,21 @@ ranges of equal length::
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
+from reshard.checkpoint.storage.remote_files import JOINED_BYTES
 from reshard.geometry.regions import Region
 from reshard.runs import IntArray
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.storage.shared_read_cache import ReadSpan
 
 # The maximum number of unneeded bytes read, relative to the needed bytes.
 MAX_WASTE = 0.05
@@ -83,25 +89,48 @@ def read_region(
     target[...] = np.frombuffer(packed, dtype=target.dtype).reshape(target.shape)
 
 
-def bounding_range(region: Region, itemsize_bytes: int, joined_bytes: int) -> tuple[int, int, int]:
-    """Return the first byte and the end of a region of a shard, and the bytes read.
+def remote_span(path: str, start_bytes: int, region: Region, itemsize_bytes: int) -> ReadSpan:
+    """Return the range of an object that contains a region of a shard, and the bytes read of it.
 
-    Args:
-        region: its offset and strides are in elements of the shard.
-        itemsize_bytes: the size of an element.
-        joined_bytes: the largest gap between ranges that is read with them.
+    The arguments are those of `read_region`, and the size of an element.
 
-    >>> region = Region.dense((3, 200), "shard").narrow(1, 10, 80)
-    >>> bounding_range(region, 8, 0), bounding_range(region, 8, 2000)
-    ((80, 3840, 1680), (80, 3840, 3760))
+    >>> near, far = (Region.dense((3, size), "shard").narrow(1, 10, 80) for size in (200, 40_000))
+    >>> tuple(remote_span("a", 0, near, 8)[0]), remote_span("a", 0, near, 8)[1]
+    (('a', 80, 3840), 3760)
+    >>> tuple(remote_span("a", 0, far, 8)[0]), remote_span("a", 0, far, 8)[1]
+    (('a', 80, 640640), 1680)
     """
     low, high = region.bounds
-    start, stop = low * itemsize_bytes, (high + 1) * itemsize_bytes
+    start, stop = start_bytes + low * itemsize_bytes, start_bytes + (high + 1) * itemsize_bytes
     inner, length = _dense_end(region)
     gap = region.strides[inner - 1] - length if inner else 0
-    if extent_at_once(region, itemsize_bytes) or gap * itemsize_bytes <= joined_bytes:
-        return start, stop, stop - start
-    return start, stop, region.elements * itemsize_bytes
+    is_at_once = extent_at_once(region, itemsize_bytes) or gap * itemsize_bytes <= JOINED_BYTES
+    size = stop - start if is_at_once else region.elements * itemsize_bytes
+    return ByteRange(path, start, stop), size
+
+
+def split_region(
+    region: Region, itemsize_bytes: int, max_bytes: int, *, is_hull: bool = False
+) -> Iterator[Region]:
+    """Yield pieces of a region of at most `max_bytes`, so that threads share the work.
+
+    If `is_hull`, the bytes between its elements in the file count too.
+    """
+    # Split the outermost dimension, so each piece is as contiguous in the file as the whole.
+    # Dimensions of size 1 cannot be split.
+    long = next((d for d, size in enumerate(region.shape) if size > 1), None)
+    if long is None:
+        yield region
+        return
+    low, high = region.start[long], region.stop[long]
+    row = region.strides[long] if is_hull else region.elements // (high - low)
+    if row * (high - low) * itemsize_bytes <= max_bytes:
+        yield region
+        return
+    step = max(1, max_bytes // (row * itemsize_bytes))
+    for begin in range(low, high, step):
+        part = region.narrow(long, begin, min(begin + step, high))
+        yield from split_region(part, itemsize_bytes, max_bytes, is_hull=is_hull)
 
 
 def extent_at_once(region: Region, itemsize_bytes: int) -> int | None:

@@ -47,7 +47,7 @@ from reshard.binding import View
 from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.storage.local_files import PAGE_BYTES
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.regions import multiply_runs
+from reshard.geometry.regions import Region, multiply_runs
 from reshard.layout import Box, Layout
 from reshard.runs import FRESH_HALO, HALO, OWNED, IntArray, ragged_arange
 
@@ -188,6 +188,26 @@ class Tile(Record):
                 (zero,) * cut + (starts - box.start[cut], *self.start[cut + 1 :]),
                 (single,) * cut + (lengths, *self.length[cut + 1 :]),
             )
+
+    def regions(
+        self, view: View | None = None, container: Any = None, box: Box | None = None
+    ) -> Iterator[Region]:
+        """Yield the tile as regions of the tensor, or its part in a box.
+
+        `view` is where the shard's elements are in `container`; if None, the shard is dense and row
+        major.
+        """
+        runs = []
+        for d, columns in enumerate(zip(self.start, self.length, self.local, strict=True)):
+            start, length, local = columns
+            begin, end = start, start + length
+            if box is not None:
+                begin, end = begin.clip(min=box.start[d]), end.clip(max=box.stop[d])
+            inside = end > begin
+            parts = (column[inside].tolist() for column in (begin, end, local + begin - start))
+            runs.append([*zip(*parts, strict=True)])
+        view = view or View.row_major(self.local_shape)
+        return multiply_runs(runs, container, view.offset, view.strides)
 
     def _local_index(self, dimension: int, index: int) -> int | None:
         start, length = self.start[dimension], self.length[dimension]
@@ -375,17 +395,9 @@ def list_strided_spans(
 
     `start_bytes` is the offset of element 0 of the view in the file.
     """
-    # For each dimension, the parts of the pieces in the block: begin, end, begin in the shard.
-    runs = []
-    for d in range(len(tile.local_shape)):
-        begin = np.maximum(tile.start[d], box.start[d])
-        end = np.minimum(tile.start[d] + tile.length[d], box.stop[d])
-        overlaps = end > begin
-        columns = (begin, end, tile.local[d] + begin - tile.start[d])
-        runs.append(list(zip(*(column[overlaps].tolist() for column in columns), strict=True)))
     max_elements = max(1, max_bytes // grid.itemsize_bytes)
     max_gap = PAGE_BYTES // grid.itemsize_bytes
-    for region in multiply_runs(runs, None, view.offset, view.strides):
+    for region in tile.regions(view, box=box):
         for part in region.split(max_elements, max_gap=max_gap):
             low, high = part.bounds
             yield Span(

@@ -71,15 +71,18 @@ class TensorKind(Record):
     def _place_numbers(self) -> Mapping[tuple[int, int | None], int]:
         return {place: number for number, place in enumerate(self.places)}
 
-    def find_place(self, slot: int, cell: int) -> tuple[int, bool]:
-        """Return the index of a cell's place, and whether that place stores the whole slot.
+    def find_place(self, slot: int, cell: int, offset: int = 0) -> tuple[int, int]:
+        """Return the index of a cell's place, and the cell's first byte relative to the place.
+
+        The cell begins after `offset` elements if the slot's cells are consecutive.
 
         Raises:
             CheckpointError: a slot without a stored shard.
         """
-        for is_whole, key in ((True, (slot, None)), (False, (slot, cell))):
-            if key in self._place_numbers:
-                return self._place_numbers[key], is_whole
+        if (slot, None) in self._place_numbers:
+            return self._place_numbers[slot, None], offset * self.dtype.itemsize_bytes
+        if (slot, cell) in self._place_numbers:
+            return self._place_numbers[slot, cell], 0
         raise CheckpointError(f"rank {slot} stores no shard of a tensor of {self.layout!r}")
 
     def view(self, slot: int, cell: int) -> View | None:

@@ -22,10 +22,9 @@ of their shards, at different offsets of the files. In a file such a box is a sh
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import lru_cache
 from typing import Any
@@ -35,15 +34,16 @@ from numpy.typing import NDArray
 
 from reshard._records import Record
 from reshard.binding import View
-from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, open_sources
+from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, open_sources, share_reads
 from reshard.checkpoint.blocks.shard_reads import (
     BUFFER_BYTES,
     MAX_WASTE,
-    bounding_range,
     extent_at_once,
     read_region,
+    remote_span,
+    split_region,
 )
-from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.formats.opening import open_checkpoint
@@ -57,7 +57,7 @@ from reshard.checkpoint.storage.byte_ranges import (
     strided_arrays,
 )
 from reshard.checkpoint.storage.local_files import PAGE_BYTES, AlignedBuffer, SourceFile
-from reshard.checkpoint.storage.remote_files import JOINED_BYTES, choose_threads
+from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.checkpoint.storage.shared_read_cache import (
     MAX_THREADS,
@@ -75,7 +75,7 @@ from reshard.dtypes import DType
 from reshard.elements import cast_elements, is_castable
 from reshard.errors import InterruptedRunError, ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.regions import Region
+from reshard.geometry.regions import Region, multiply_runs
 from reshard.layout import Layout
 from reshard.log import LOGGER
 from reshard.runs import IntArray
@@ -117,41 +117,6 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     return array.view(tensor.dtype.numpy).reshape(tensor.shape)
 
 
-class _Source(Record):
-    """A box of a cell of a shard, and the part of a rank's array that it fills.
-
-    `shape` is the shape of the cell, `local` the start of the box in it. If the rank has several
-    cells, `part` is the offset of this cell in the rank's flat array, and the cell's shape.
-    """
-
-    slot: int
-    number: int
-    offset: int
-    shape: tuple[int, ...]
-    local: tuple[int, ...]
-    part: tuple[int, tuple[int, ...]] | None
-    begin: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    def region_of(self, kind: TensorKind) -> Region:
-        """Return the box as a region of a shard, with its position in the rank's array."""
-        view = kind.view(self.slot, self.number) or View.row_major(self.shape)
-        offset = view.offset + sum(a * s for a, s in zip(self.local, view.strides, strict=True))
-        stop = tuple(a + n for a, n in zip(self.begin, self.lengths, strict=True))
-        return Region(self.begin, stop, self.slot, offset, view.strides)
-
-    def part_of(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return the part of a rank's array that it fills."""
-        if self.part is not None:
-            begin, shape = self.part
-            array = array[begin : begin + math.prod(shape)].reshape(shape)
-        elif self.lengths == array.shape:
-            return array
-        inside: Any = tuple(slice(a, a + n) for a, n in zip(self.begin, self.lengths, strict=True))
-        # The ellipsis makes it a view for a scalar too.
-        return array[(*inside, ...)]
-
-
 class _Read(Record, eq=False):
     """A region of a shard, in elements from `start_bytes` of a file, and the array to fill."""
 
@@ -171,9 +136,18 @@ class _Read(Record, eq=False):
     @property
     def spans(self) -> list[ReadSpan]:
         """The spans to read from an object."""
-        at = self.start_bytes
-        start, stop, size = bounding_range(self.region, self.dtype.itemsize_bytes, JOINED_BYTES)
-        return [(ByteRange(self.path, at + start, at + stop), size)]
+        itemsize = self.dtype.itemsize_bytes
+        return [remote_span(self.path, self.start_bytes, self.region, itemsize)]
+
+    def split(self, max_bytes: int, *, is_hull: bool = False) -> list[_Read]:
+        """Return reads of parts of the region, of limited size (`split_region`)."""
+        first, itemsize = self.region.start, self.dtype.itemsize_bytes
+        reads = []
+        for region in split_region(self.region, itemsize, max_bytes, is_hull=is_hull):
+            ends = zip(region.start, region.stop, first, strict=True)
+            inside: Any = tuple(slice(start - at, stop - at) for start, stop, at in ends)
+            reads.append(self.replace(region=region, target=self.target[(*inside, ...)]))
+        return reads
 
 
 class _Group(Record, eq=False):
@@ -204,21 +178,30 @@ class _Group(Record, eq=False):
         cast = None if self.loaded is kind.dtype else self.loaded
         first = columns.first[np.array(self.rows)]
         stored = columns.tensor(self.rows[0]).stored_layout
-        for source in _find_sources(stored, self.layout, rank):
-            region = source.region_of(kind)
-            place, is_slot = kind.find_place(source.slot, source.number)
-            starts = columns.starts[first + place]
-            if is_slot:
-                starts = starts + source.offset * kind.dtype.itemsize_bytes
-            names = [columns.names[row] for row in self.rows]
-            targets = map(source.part_of, self.arrays)
-            piece = PieceKind.of(kind.dtype, cast, region)
-            if piece is not None:
-                shared.add(piece, kind.files[place], starts, names, [*targets])
-                continue
-            for name, start, target in zip(names, starts.tolist(), targets, strict=True):
-                path = kind.files[place]
-                yield from _split(_Read(name, path, start, region, target, kind.dtype, cast))
+        names = [columns.names[row] for row in self.rows]
+        for cell, part, runs in _find_routes(stored, self.layout, rank):
+            slot, shape = int(stored.cell_slot[cell]), tuple(stored.cell_shape[cell].tolist())
+            number = cell - stored.cells_of(slot).start
+            view = kind.view(slot, number) or View.row_major(shape)
+            place, offset_bytes = kind.find_place(slot, number, int(stored.cell_offset[cell]))
+            path, starts = kind.files[place], columns.starts[first + place] + offset_bytes
+            arrays = self.arrays
+            if part is not None:
+                begin, shape = part
+                end = begin + math.prod(shape)
+                arrays = [array[begin:end].reshape(shape) for array in arrays]
+            for region in multiply_runs(runs, None, view.offset, view.strides):
+                # The ellipsis makes it a view for a scalar too.
+                inside: Any = (*map(slice, region.start, region.stop), ...)
+                is_whole = region.shape == arrays[0].shape
+                targets = arrays if is_whole else [array[inside] for array in arrays]
+                piece = PieceKind.of(kind.dtype, cast, region)
+                if piece is not None:
+                    shared.add(piece, path, starts, names, targets)
+                    continue
+                for name, start, target in zip(names, starts.tolist(), targets, strict=True):
+                    read = _Read(name, path, start, region, target, kind.dtype, cast)
+                    yield from read.split(4 * BUFFER_BYTES)
 
 
 def load_layouts(
@@ -288,7 +271,19 @@ def load_layouts(
     # Local files are shared by the page cache, so only reads from a store need a shared cache.
     if options.readers_on_host > 1 and isinstance(checkpoint.folder, RemotePath):
         workers = min(workers, MAX_THREADS)
-        together, tasks = _share(checkpoint, options.readers_on_host, tasks)
+        # Long reads are split, so that other processes do not wait for the end of a long range.
+        tasks = [
+            part
+            for task in tasks
+            for part in (
+                [task]
+                if isinstance(task, SharedTask)
+                else task.split(2 * PIECE_BYTES, is_hull=True)
+            )
+        ]
+        tasks.sort(key=lambda task: task.spans[0][0][:2])
+        spans = (task.spans for task in tasks)
+        together = share_reads(checkpoint, options.readers_on_host, spans)
     opened = open_sources(checkpoint, shared=together) if files is None else files
 
     def work(numbered: tuple[int, _Read | SharedTask], buffer: AlignedBuffer) -> _Read | IntArray:
@@ -316,7 +311,9 @@ def load_layouts(
     done_bytes = 0
     try:
         check_stop(stop)
-        for done in run_in_threads(enumerate(tasks), work, _make_buffer, workers):
+        for done in run_in_threads(
+            enumerate(tasks), work, lambda: AlignedBuffer.of(BUFFER_BYTES), workers
+        ):
             if isinstance(done, _Read):
                 filled: Iterable[tuple[str, int]] = ((done.name, done.target.nbytes),)
             elif progress is None:
@@ -351,26 +348,6 @@ def load_layouts(
     return arrays
 
 
-def _share(
-    checkpoint: Checkpoint, readers: int, tasks: Iterable[_Read | SharedTask]
-) -> tuple[SharedReadCache, list[_Read | SharedTask]]:
-    """Return the cache that this host's processes share, and the tasks in the order to begin them.
-
-    Long reads are split, so that other processes do not wait for the end of a long range.
-    """
-    sizes = {
-        file.name: file.size_bytes
-        for file in checkpoint.files
-        if file.name not in checkpoint.derived and file.name not in checkpoint.held
-    }
-    small: list[_Read | SharedTask] = []
-    for task in tasks:
-        small += [task] if isinstance(task, SharedTask) else _split(task, _is_wide)
-    small.sort(key=lambda task: task.spans[0][0][:2])
-    spans = [[span for span in task.spans if span[0].name in sizes] for task in small]
-    return SharedReadCache(str(checkpoint.folder), readers, sizes, spans), small
-
-
 def _take_columns(checkpoint: Checkpoint, names: Iterable[str]) -> TensorColumns:
     """Return columns that contain at least the named tensors. Raises CheckpointError."""
     if isinstance(checkpoint.tensors, TensorColumns):
@@ -379,10 +356,6 @@ def _take_columns(checkpoint: Checkpoint, names: Iterable[str]) -> TensorColumns
                 _ = checkpoint[name]
         return checkpoint.tensors
     return TensorColumns.of({name: checkpoint[name] for name in names})
-
-
-def _make_buffer() -> AlignedBuffer:
-    return AlignedBuffer(AlignedBuffer.capacity_for(BUFFER_BYTES))
 
 
 def _find_local_shape(tensor: StoredTensor, layout: Layout, rank: int) -> tuple[int, ...] | None:
@@ -428,12 +401,17 @@ def _check_given(
     return array.view(kind.storage)
 
 
-@lru_cache(maxsize=256)
-def _find_sources(stored: Layout, layout: Layout, rank: int) -> tuple[_Source, ...]:
-    """Return the boxes to read to fill a rank's array, from shards of `stored`.
+_Route = tuple[int, tuple[int, tuple[int, ...]] | None, list[list[tuple[int, int, int]]]]
 
-    If the file of that rank has a copy, that copy is read, so that the ranks of an equal job read
-    their own files.
+
+@lru_cache(maxsize=256)
+def _find_routes(stored: Layout, layout: Layout, rank: int) -> tuple[_Route, ...]:
+    """Return the cells of `stored` to read to fill a rank's array, with the runs of each.
+
+    The runs of each dimension are `(start, stop, local)`: indices of the rank's array, and the
+    index in the cell. If the rank has several cells, there is also the offset of the filled cell in
+    the rank's flat array, and its shape. If the file of that rank has a copy, that copy is read, so
+    that the ranks of an equal job read their own files.
     """
     cells = layout.cells_of(rank)
     # The rank's cells on the slot of its file, or on a slot after all slots of the source.
@@ -448,61 +426,21 @@ def _find_sources(stored: Layout, layout: Layout, rank: int) -> tuple[_Source, .
     change = LayoutChange(stored, mine)
     routes = change.routes
     shapes = [tuple(shape) for shape in mine.cell_shape.tolist()]
-    sources = []
+    found = []
     for route in range(len(routes.source_cell)):
-        cell = int(routes.source_cell[route])
-        slot = int(stored.cell_slot[cell])
         target_cell = int(routes.target_cell[route])
         # Several cells of a rank are consecutive in its flat array.
         part = None
         if len(shapes) > 1:
             part = (int(mine.cell_offset[target_cell]), shapes[target_cell])
-        columns = []
+        runs = []
         for column in change.pieces:
             rows = column.rows(route)
-            stretches = (column.source_local[rows], column.target_local[rows], column.length[rows])
-            columns.append(list(zip(*(values.tolist() for values in stretches), strict=True)))
-        for product in itertools.product(*columns):
-            sources.append(
-                _Source(
-                    slot,
-                    cell - stored.cells_of(slot).start,
-                    int(stored.cell_offset[cell]),
-                    tuple(stored.cell_shape[cell].tolist()),
-                    tuple(source for source, _, _ in product),
-                    part,
-                    tuple(at for _, at, _ in product),
-                    tuple(length for _, _, length in product),
-                )
-            )
-    return tuple(sources)
-
-
-def _is_large(read: _Read) -> bool:
-    return read.target.nbytes > 4 * BUFFER_BYTES
-
-
-def _is_wide(read: _Read) -> bool:
-    """Return whether a read covers so long a range that other processes would wait for its end."""
-    ((span, _),) = read.spans
-    return span.stop - span.start > 2 * PIECE_BYTES
-
-
-def _split(read: _Read, is_large: Callable[[_Read], bool] = _is_large) -> list[_Read]:
-    """Split a read into parts of some megabytes, so that threads share it."""
-    long = [d for d, n in enumerate(read.target.shape) if n > 1]
-    if not is_large(read) or not long:
-        return [read]
-    # Halves along the outermost dimension: each is as contiguous in the file as the whole.
-    d = long[0]
-    start, stop = read.region.start[d], read.region.stop[d]
-    middle = (start + stop) // 2
-    parts: list[_Read] = []
-    for low, high in ((start, middle), (middle, stop)):
-        inside = (slice(None),) * d + (slice(low - start, high - start),)
-        region = read.region.narrow(d, low, high)
-        parts += _split(read.replace(target=read.target[inside], region=region), is_large)
-    return parts
+            start, local = column.target_local[rows], column.source_local[rows]
+            parts = (start, start + column.length[rows], local)
+            runs.append([*zip(*(values.tolist() for values in parts), strict=True)])
+        found.append((int(routes.source_cell[route]), part, runs))
+    return tuple(found)
 
 
 # Longer pieces are read by themselves.

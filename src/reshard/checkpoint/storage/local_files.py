@@ -134,7 +134,7 @@ class AlignedBuffer(Closing):
     regions at once, place each after the previous (`at=previous.end_bytes`); they fit if the
     capacity is the sum of their `capacity_for`. The memory counts as used only once it is touched.
 
-    >>> with AlignedBuffer(AlignedBuffer.capacity_for(10_000)) as buffer:
+    >>> with AlignedBuffer.of(10_000) as buffer:
     ...     region = buffer.region(file_offset_bytes=5000, size_bytes=10_000)
     ...     print(buffer.capacity_bytes, region.lead_bytes, len(region.memory), len(region.pages))
     16384 904 10000 12288
@@ -150,6 +150,11 @@ class AlignedBuffer(Closing):
             -1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
         self._memory = memoryview(self._mapping)
+
+    @classmethod
+    def of(cls, size_bytes: int) -> AlignedBuffer:
+        """Return a buffer with room for a region of `size_bytes` at any file offset."""
+        return cls(cls.capacity_for(size_bytes))
 
     @staticmethod
     def capacity_for(size_bytes: int) -> int:

@@ -44,25 +44,28 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from reshard.binding import View
-from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
-from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, bounding_range, read_region
+from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources, share_reads
+from reshard.checkpoint.blocks.shard_reads import (
+    BUFFER_BYTES,
+    read_region,
+    remote_span,
+    split_region,
+)
 from reshard.checkpoint.blocks.spans import source_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.torch_dcp.packed_archives import unpacked
 from reshard.checkpoint.storage import shared_read_cache
-from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.byte_streams import RangeStream
 from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
-from reshard.checkpoint.storage.remote_files import JOINED_BYTES, choose_threads
+from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
 from reshard.checkpoint.storage.threads import run_in_threads
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, ReshardError, ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
-from reshard.geometry.regions import Region, multiply_runs
+from reshard.geometry.regions import Region
 from reshard.layout import Box
 
 # A tensor with more boxes than this has a single chunk in PyTorch's planner.
@@ -77,17 +80,11 @@ def list_parts(tensor: StoredTensor, box: Box) -> Iterator[Region]:
     """
     if not box.elements:
         return
+    to_start = tuple(-a for a in box.start)
     for tile in source_tiles(tensor.assembly).intersecting(box):
-        runs = []
-        for d, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):
-            starts, lengths, locals_ = tile.start[d], tile.length[d], tile.local[d]
-            begin, end = starts.clip(min=low), (starts + lengths).clip(max=high)
-            columns = begin - low, end - low, locals_ + begin - starts
-            inside = end > begin
-            runs.append([*zip(*(column[inside].tolist() for column in columns), strict=True)])
-        view = tensor.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
         place = tensor.file_range(tile.slot, tile.number, tile.offset)
-        yield from multiply_runs(runs, place, view.offset, view.strides)
+        for region in tile.regions(tensor.view(tile.slot, tile.number), place, box):
+            yield region.translate(to_start)
 
 
 def _list_boxes(tensor: StoredTensor) -> list[Box]:
@@ -98,14 +95,7 @@ def _list_boxes(tensor: StoredTensor) -> list[Box]:
     tiles = source_tiles(tensor.assembly).tiles
     if sum(math.prod(map(len, tile.start)) for tile in tiles) > MAX_CHUNKS:
         return [whole]
-    boxes: list[Box] = []
-    for tile in tiles:
-        runs = [
-            [*zip(start.tolist(), (start + length).tolist(), start.tolist(), strict=True)]
-            for start, length in zip(tile.start, tile.length, strict=True)
-        ]
-        boxes += (part.box for part in multiply_runs(runs, tile, 0, (0,) * len(runs)))
-    return sorted(boxes)
+    return sorted(region.box for tile in tiles for region in tile.regions())
 
 
 def torch_type(dtype: DType, name: str) -> torch.dtype:
@@ -230,9 +220,7 @@ class _PartRead:
         if self.region is None:
             return []
         itemsize, place = self.read.tensor.dtype.itemsize_bytes, self.region.container
-        start, stop, size = bounding_range(self.region, itemsize, JOINED_BYTES)
-        at = place.start_bytes
-        return [(ByteRange(place.path, at + start, at + stop), size)]
+        return [remote_span(place.path, place.start_bytes, self.region, itemsize)]
 
 
 class StorageReader(storage.StorageReader):  # type: ignore[misc]
@@ -421,20 +409,12 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
         # All ranks of a host read in the same order, so that each finds what another has just read.
         tasks.sort(key=lambda task: [(span.name, span.start) for span, _ in task.spans])
         checkpoint = self.checkpoint
-        # Derived files are computed on each rank, and held ones are in its memory: not shared.
-        sizes = {
-            file.name: file.size_bytes
-            for file in checkpoint.files
-            if file.name not in checkpoint.derived and file.name not in checkpoint.held
-        }
-        spans = [[span for span in task.spans if span[0].name in sizes] for task in tasks]
         threads = min(
             choose_threads(self.thread_count, checkpoint.folder), shared_read_cache.MAX_THREADS
         )
-        place = str(checkpoint.folder)
         with (
-            contextlib.closing(
-                shared_read_cache.SharedReadCache(place, self.readers_on_host, sizes, spans)
+            share_reads(
+                checkpoint, self.readers_on_host, (task.spans for task in tasks)
             ) as together,
             contextlib.closing(open_sources(checkpoint, shared=together)) as files,
         ):
@@ -464,12 +444,24 @@ def _list_part_reads(
     read: _TensorRead, whole: torch.Tensor, max_bytes: int, *, is_hull: bool = False
 ) -> list[_PartRead]:
     """Return the reads of a tensor, in pieces of limited size; in the file if `is_hull`."""
-    pieces: list[tuple[Region | None, torch.Tensor]] = []
-    for part in read.parts:
-        inside = map(slice, part.start, part.stop)
-        pieces += _split(part, whole[(*inside, ...)], max_bytes, is_hull=is_hull)
-    pieces = pieces or [(None, whole)]
-    return [_PartRead(read, region, target, whole, len(pieces)) for region, target in pieces]
+    itemsize = read.tensor.dtype.itemsize_bytes
+    regions = [
+        region
+        for part in read.parts
+        for region in split_region(part, itemsize, max_bytes, is_hull=is_hull)
+    ]
+    if not regions:
+        return [_PartRead(read, None, whole, whole, 1)]
+    return [
+        _PartRead(
+            read,
+            region,
+            whole[(*map(slice, region.start, region.stop), ...)],
+            whole,
+            len(regions),
+        )
+        for region in regions
+    ]
 
 
 def _run(
@@ -480,7 +472,7 @@ def _run(
 ) -> None:
     """Run all tasks, and commit each tensor after its last task."""
     done: Counter[int] = Counter()
-    results = run_in_threads(tasks, work, _make_buffer, threads)
+    results = run_in_threads(tasks, work, lambda: AlignedBuffer.of(BUFFER_BYTES), threads)
     try:
         for task in results:
             done[task.read.number] += 1
@@ -517,40 +509,11 @@ def read_item(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
     return bytes(content)
 
 
-def _make_buffer() -> AlignedBuffer:
-    return AlignedBuffer(AlignedBuffer.capacity_for(BUFFER_BYTES))
-
-
 def _find_place(read: _TensorRead) -> tuple[str, int]:
     if not read.parts:
         return "", 0
     place = read.parts[0].container
     return place.path, place.start_bytes
-
-
-def _split(
-    region: Region, target: torch.Tensor, max_bytes: int, *, is_hull: bool
-) -> Iterator[tuple[Region, torch.Tensor]]:
-    """Yield pieces of a region of at most so many bytes, so that threads share the work.
-
-    If `is_hull`, bytes between the elements in the file count too.
-    """
-    long = [d for d, n in enumerate(target.shape) if n > 1]
-    # Dimensions of size 1 cannot be split.
-    if not long:
-        yield region, target
-        return
-    # Split the outermost dimension, so each piece is as contiguous in the file as the whole.
-    d, rows, first = long[0], target.shape[long[0]], region.start[long[0]]
-    row_bytes = (region.strides[d] if is_hull else target.numel() // rows) * target.element_size()
-    if rows * row_bytes <= max_bytes:
-        yield region, target
-        return
-    step = max(1, max_bytes // row_bytes)
-    for begin in range(0, rows, step):
-        stop = min(begin + step, rows)
-        part = region.narrow(d, first + begin, first + stop)
-        yield from _split(part, target.narrow(d, begin, stop - begin), max_bytes, is_hull=is_hull)
 
 
 def _fill(task: _PartRead, buffer: AlignedBuffer, *, files: OpenFiles[SourceFile]) -> _PartRead:
