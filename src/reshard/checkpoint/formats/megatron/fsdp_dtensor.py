@@ -22,10 +22,13 @@ from typing import Any
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.megatron import MegatronFormat
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
+from reshard.checkpoint.storage.filesystem import read_file
 
 FORMAT_NAME = "megatron-fsdp"
 _STEP_FOLDER = r"iter_\d{7}|release"
 _META = "optimizer.param_to_group_meta."
+# Megatron saves its own version, also without an optimizer.
+_VERSION = b"checkpoint_version"
 _HALF = r"_[wv]$"
 # Larger objects are not settings of a group.
 _LARGEST_VALUE_BYTES = 1 << 20
@@ -83,6 +86,18 @@ def read(folder: Path) -> Checkpoint:
     )
 
 
+def _is_of_fsdp(path: Path) -> bool:
+    """Return whether names that only Megatron FSDP has are in the metadata of a checkpoint.
+
+    Names of weights do not suffice: any wrapped model has `model.module.`.
+    """
+    from reshard.checkpoint.formats.torch_dcp.reader import MAX_METADATA_BYTES
+
+    # Names are stored as they are, so the pickle need not be parsed.
+    content = read_file(path, MAX_METADATA_BYTES)
+    return _META.encode() in content or (b"model.module." in content and _VERSION in content)
+
+
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
@@ -119,17 +134,20 @@ def _name_tensors(checkpoint: Checkpoint) -> Iterator[StoredTensor]:
 
 
 class MegatronFsdpFormat(MegatronFormat):
-    """The folder of a step with `.metadata` of PyTorch, and nothing else of Megatron."""
+    """A folder with `.metadata` of PyTorch, and nothing else of Megatron."""
 
     name = FORMAT_NAME
-    evidence = f"`iter_XXXXXXX/{METADATA_NAME}` of Megatron FSDP"
+    evidence = f"`{METADATA_NAME}` with the names of Megatron FSDP"
 
     def detect_step(self, folder: Path) -> bool:
-        """Return whether a folder that is named for a step has a distributed checkpoint."""
-        # Resolved, since the path may be `.`, which lacks a name.
-        if not re.fullmatch(_STEP_FOLDER, folder.resolve().name):
+        """Return whether a folder that is named for a step has a distributed checkpoint, or one of
+        another name has the checkpoint of Megatron FSDP.
+        """
+        path = folder / METADATA_NAME
+        if not path.is_file() or (folder / "common.pt").exists():
             return False
-        return (folder / METADATA_NAME).is_file() and not (folder / "common.pt").exists()
+        # Resolved, since the path may be `.`, which lacks a name.
+        return re.fullmatch(_STEP_FOLDER, folder.resolve().name) is not None or _is_of_fsdp(path)
 
     def read_step(self, folder: Path) -> Checkpoint:
         """Describe the distributed checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from reshard import checkpoint
 from reshard.checkpoint import open_checkpoint, read_tensor
 from reshard.checkpoint.formats.torch_dcp.reader import read as read_dcp
 from reshard.checkpoint.formats.torch_files.reading import read_torch_file
+from reshard.errors import RecipeError
 from selection import keep_covering
 
 SAME = ["tensor", "stages", "experts", "undistributed", "virtual"]
@@ -111,6 +113,28 @@ def test_layers_that_differ_are_numbered(tmp_path: Path) -> None:
     assert "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc2.weight" in found.tensors
     common = read_torch_file(target / "common.pt")
     assert common["content_metadata"]["non_homogeneous_layers"] is True
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (["model.layers.norm.weight"], "model.layers.0.norm.weight"),
+        (["mlp.experts.experts.weight"], "mlp.experts.local_experts.0.weight"),
+        (["mlp.experts.experts.3.weight"], "mlp.experts.local_experts.3.weight"),
+        (["mlp.linear_fc1.weight_v", "mlp.linear_fc1.weight_w"], "mlp.linear_fc1.weight"),
+        (["chained_0.optimizer.state.average.weight"], "optimizer.state.weight.average"),
+        (["w", "optimizer.state.layers.w.exp_avg"], "optimizer.state.layers.0.w.exp_avg"),
+    ],
+)
+def test_names_that_readers_take_for_others_are_refused(
+    names: list[str], read: str, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source.safetensors", tmp_path / "target"
+    save_file({name: np.ones((4, 2), dtype=np.float32) for name in names}, source)
+    expected = f"{re.escape(repr(names[-1]))} would be read .* {re.escape(repr(read))}"
+    with pytest.raises(RecipeError, match=expected):
+        convert(source, target)
+    assert not target.exists()
 
 
 def test_scalars_of_layers_are_stacked_and_read_again(tmp_path: Path) -> None:

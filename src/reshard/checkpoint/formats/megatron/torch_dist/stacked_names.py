@@ -53,23 +53,58 @@ def has_stacks(key: str) -> bool:
 
 def unstack(tensor: StoredTensor) -> Iterator[StoredTensor]:
     """Yield the members of a stack by the names of the modules, or a tensor that is not a stack."""
-    key = _EXPERT.sub(r".experts.local_experts.\1.", tensor.name)
-    for pattern, into in ((_LAYERS, "{}."), (_EXPERTS, None)):
-        match = pattern.search(key)
-        if match is None or not tensor.shape:
-            continue
-        if into is None:
-            member = f"{key[: match.start()]}.experts.local_experts.{{}}.{key[match.end() :]}"
-        else:
-            member = f"{key[: match.end()]}{into}{key[match.end() :]}"
-        if not tensor.shape[0]:
-            continue
-        # Not as members of a fusion, which have dimensions: a member may be a scalar.
-        for number, parts in enumerate(split_stack(list_stored_regions(tensor), tensor.shape[0])):
-            name = member.replace("{}", str(number))
-            yield from unstack(bind_stored_regions(name, tensor, tensor.shape[1:], parts))
+    key = _name_expert(tensor.name)
+    member = _find_member(key)
+    if member is None or not tensor.shape or not tensor.shape[0]:
+        yield tensor if key == tensor.name else _rename(tensor, key)
         return
-    yield tensor if key == tensor.name else _rename(tensor, key)
+    # Not as members of a fusion, which have dimensions: a member may be a scalar.
+    for number, parts in enumerate(split_stack(list_stored_regions(tensor), tensor.shape[0])):
+        name = member.replace("{}", str(number))
+        yield from unstack(bind_stored_regions(name, tensor, tensor.shape[1:], parts))
+
+
+def _name_expert(key: str) -> str:
+    """Return a key with the number of its expert, if it has one, where modules have it."""
+    return _EXPERT.sub(r".experts.local_experts.\1.", key)
+
+
+def _find_member(key: str) -> str | None:
+    """Return the name of the members of a stack, with `{}` as their number, or None if it is none.
+
+    >>> _find_member("decoder.layers.mlp.experts.experts.linear_fc1.weight")
+    'decoder.layers.{}.mlp.experts.experts.linear_fc1.weight'
+    """
+    if match := _LAYERS.search(key):
+        return f"{key[: match.end()]}{{}}.{key[match.end() :]}"
+    if match := _EXPERTS.search(key):
+        return f"{key[: match.start()]}.experts.local_experts.{{}}.{key[match.end() :]}"
+    return None
+
+
+def find_read_name(place: StackedPlace, shape: tuple[int, ...]) -> str:
+    """Return the name that a reader gives to a tensor in a place, before halves are joined.
+
+    >>> find_read_name(StackedPlace("decoder.layers.mlp.weight", (1,), (2,)), (8, 4))
+    'decoder.layers.1.mlp.weight'
+    """
+    state = modules.split_megatron_name(place.key)
+    name = _name_expert(place.key if state is None else state[0])
+    at, sizes = place.at, (*place.counts, *shape)
+    while sizes and sizes[0] and (member := _find_member(name)) is not None:
+        name = _name_expert(member.replace("{}", str(at[0] if at else 0)))
+        at, sizes = at[1:], sizes[1:]
+    return name if state is None else state_name(name, state[1])
+
+
+def whole_of_half(name: str) -> str | None:
+    """Return the parameter of which `name` is a half of its rows, or None if it is not a half.
+
+    >>> whole_of_half("mlp.linear_fc1.weight_w"), whole_of_half("mlp.linear_fc1.weight")
+    ('mlp.linear_fc1.weight', None)
+    """
+    match = _HALF.match(name)
+    return None if match is None else match[1]
 
 
 def join_halves(tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:

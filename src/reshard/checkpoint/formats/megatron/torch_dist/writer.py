@@ -19,8 +19,12 @@ from typing import Any
 
 from reshard.checkpoint.contents import StoredFile
 from reshard.checkpoint.formats.megatron import common_state, modules, torch_dist
-from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import find_places
-from reshard.checkpoint.formats.optimizer_states import split_state_name
+from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
+    find_places,
+    find_read_name,
+    whole_of_half,
+)
+from reshard.checkpoint.formats.optimizer_states import split_state_name, state_name
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
 from reshard.checkpoint.formats.torch_dcp.metadata import StoredBytes
 from reshard.checkpoint.formats.torch_dcp.writer import StackedPlace, metadata_bytes, plan_chunks
@@ -28,8 +32,10 @@ from reshard.checkpoint.formats.torch_files.building import saved_bytes
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     NewFile,
+    PlannedTensor,
     WritePlan,
 )
+from reshard.errors import RecipeError
 
 # The second file of rank 0: the first has its chunks (`data_file_name`).
 OBJECTS_NAME = "__0_1.distcp"
@@ -40,12 +46,14 @@ def plan_files(new: NewCheckpoint) -> WritePlan:
     """Plan a file of chunks for each rank, and a file of the extra states that the source lacks.
 
     Raises:
+        RecipeError: names that a reader would take for others.
         RecipeError, UsageError: as for a distributed checkpoint of PyTorch.
     """
     modules.expect_mixers(new.tensors, in_parts=True)
     if common_state.step_of(new.values) is not None:
         new = common_state.without_steps(new)
     places = _find_all_places(new.tensors, new.values)
+    _expect_read_names(new.tensors, places)
     write_plan = plan_chunks(new, places)
     content, _ = _extra_states(places, write_plan.items)
     files = write_plan.files
@@ -114,6 +122,36 @@ def _find_all_places(
                 place = place._replace(key=modules.megatron_name(place.key, key, master))
             places[name] = place
     return places
+
+
+def _expect_read_names(
+    tensors: Mapping[str, PlannedTensor], places: Mapping[str, StackedPlace]
+) -> None:
+    """Raise RecipeError unless a reader finds every tensor in its place, and under its name."""
+    read = {
+        name: find_read_name(place, tensors[name].layout.shape) for name, place in places.items()
+    }
+    as_engine = modules.find_read_names([*read.values()])
+    expected = modules.find_read_names(tensors)
+    halves: dict[str, str] = {}
+    for name, other in read.items():
+        other = as_engine.get(other, other)
+        parameter, key = split_state_name(other) or (other, "")
+        whole = whole_of_half(parameter)
+        if whole is not None:
+            joined = state_name(whole, key) if key else whole
+            first = halves.setdefault(joined, name)
+            if first != name:
+                raise RecipeError(
+                    f"{first!r} and {name!r} would be read from torch_dist as the halves of "
+                    f"{joined!r}; give them other names (--rename), or choose another format"
+                )
+        if other != expected.get(name, name):
+            raise RecipeError(
+                f"{name!r} would be read from torch_dist as {other!r}, since layers and experts "
+                "are stacked there, and optimizer state has its key before the parameter; give it "
+                "another name (--rename), or choose another format"
+            )
 
 
 def _extra_states(
