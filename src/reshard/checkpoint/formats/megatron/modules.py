@@ -67,6 +67,7 @@ _LAYER_OF_NORM = {
 }
 _NORM_OF = {layer: norm for norm, layer in _LAYER_OF_NORM.items()}
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_BUFFERS = re.compile(r"(?:^|\.)(?:expert_bias|local_tokens_per_expert|inv_freq|_extra_state\d*)$")
 _MIXER = re.compile(r"^decoder\.layers\.\d+\.mixer\.(?:in_proj|conv1d)\.(?:weight|bias)(\.\w+)?$")
 # An expert that is a module, or a weight among those of grouped experts.
 _EXPERT = re.compile(
@@ -176,6 +177,15 @@ def find_read_names(names: Collection[str]) -> dict[str, str]:
 def is_expert(name: str) -> bool:
     """Return whether a parameter is an expert's, by its name."""
     return ".local_experts." in name or re.search(r"\.experts\.(?!local)", name) is not None
+
+
+def is_buffer(name: str) -> bool:
+    """Return whether a tensor of a module's state is no parameter, by its name.
+
+    >>> is_buffer("decoder.layers.0.mlp.router.expert_bias")
+    True
+    """
+    return _BUFFERS.search(name) is not None
 
 
 def local_name(name: str) -> str:

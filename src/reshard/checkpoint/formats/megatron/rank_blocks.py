@@ -39,6 +39,8 @@ Shape = tuple[int, ...]
 
 # Megatron begins each parameter at a multiple of 128 bytes; parameters have 16 bits or more.
 _ALIGNMENT = 64
+# The types of parameters for which an optimizer has masters, in float32.
+NARROW = ("float16", "bfloat16")
 
 
 class RankParameter(NamedTuple):

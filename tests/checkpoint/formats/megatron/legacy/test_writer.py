@@ -146,6 +146,35 @@ def test_state_in_part_is_an_error(removed: str, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["tensor", "undistributed"])
+@pytest.mark.parametrize("removed", ["embedding.*", "decoder.final_layernorm.*"])
+def test_a_parameter_without_state_among_others_is_an_error(
+    name: str, removed: str, tmp_path: Path
+) -> None:
+    """The state of the others would be that of nobody."""
+    source = unpack(name, tmp_path) / "fully_reshardable"
+    with pytest.raises(RecipeError, match=f"'{removed}' has no optimizer state, and others have"):
+        checkpoint.plan_conversion(
+            source,
+            tmp_path / "x",
+            to="full",
+            format="megatron-legacy",
+            exclude=[f"optimizer.state.{removed}"],
+        )
+
+
+def test_masters_of_some_parameters_are_an_error(tmp_path: Path) -> None:
+    source = unpack("undistributed", tmp_path) / "fully_reshardable"
+    kept = "optimizer.state.decoder.final_layernorm.weight.master"
+    target = {"to": "full", "format": "megatron-legacy"}
+    with pytest.raises(RecipeError, match=r"layernorm\.weight' of bfloat16 has no master"):
+        checkpoint.plan_conversion(source, tmp_path / "x", exclude=[kept], **target)
+    with pytest.raises(RecipeError, match="' of float32 has a master"):
+        checkpoint.plan_conversion(source, tmp_path / "x", dtype="float32", **target)
+    checkpoint.convert(source, tmp_path / "y", exclude=["*.master"], **target)
+    assert not [name for name in state_of(tmp_path / "y") if name.endswith("master")]
+
+
 def test_stacked_experts_are_not_written(tmp_path: Path) -> None:
     folder = unpack("grouped", tmp_path)
     with pytest.raises(RecipeError, match=r"one weight \(GroupedMLP\), which is not written"):

@@ -58,8 +58,6 @@ from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError
 
 _STACKED = re.compile(r"^(.*\.experts)\.weight([12])$")
-# Tensors of a state that are not parameters.
-_BUFFERS = re.compile(r"(?:^|\.)(?:expert_bias|local_tokens_per_expert|inv_freq|_extra_state\d*)$")
 
 
 class RankChunk(NamedTuple):
@@ -100,7 +98,7 @@ class RankChunk(NamedTuple):
             if stack is not None:
                 shape = (len(self.stacks[stack]), *reversed(tensor.shape))
                 yield stack, tensor.dtype, shape
-            elif name not in inside and not _BUFFERS.search(name):
+            elif name not in inside and not modules.is_buffer(name):
                 yield name, tensor.dtype, tensor.shape
 
     def whole_name(self, name: str) -> str:
@@ -352,7 +350,7 @@ class RankOptimizer:
                     f"{len(own)} of the model's should be in it; their order is ambiguous",
                 )
                 continue
-            narrow = [param for param in own if param.dtype.name in ("float16", "bfloat16")]
+            narrow = [param for param in own if param.dtype.name in rank_blocks.NARROW]
             wide = masters[number] if isinstance(masters, list) and number < len(masters) else []
             if isinstance(wide, list) and len(wide) == len(narrow):
                 for param, tensor in zip(narrow, wide, strict=True):

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.checkpoint.formats.megatron import (
@@ -35,6 +35,7 @@ from reshard.checkpoint.formats.write_plan import (
     WritePlan,
     check_values,
 )
+from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RecipeError
 
@@ -89,6 +90,8 @@ class RankFoldersPlanner:
         has_state = any(len(own) > 1 for own in self.of.values())
         ordered = self._sort(has_state)
         dtypes = {name: self.new.tensors[own[""]].dtype for name, own in self.of.items()}
+        if has_state:
+            self._expect_state(dtypes)
         for place, slots in self.stages.folders.items():
             parameters = self.stages.parameters(ordered, place, dtypes)
             self._write_rank(place, slots, parameters, has_state)
@@ -115,6 +118,29 @@ class RankFoldersPlanner:
                 "(--exclude 'optimizer.*')"
             )
         return ordered
+
+    def _expect_state(self, dtypes: Mapping[str, DType]) -> None:
+        """Raise RecipeError unless the parameters have state as a reader, which counts them,
+        expects it.
+        """
+        has_masters = any("master" in own for own in self.of.values())
+        for name, own in self.of.items():
+            if modules.is_buffer(name):
+                continue
+            if len(own) == 1:
+                raise RecipeError(
+                    f"{name!r} has no optimizer state, and others have; Megatron finds state by "
+                    "the order of all parameters, so convert to torch-dist, or leave optimizer "
+                    "state out (--exclude 'optimizer.*')"
+                )
+            expected = has_masters and dtypes[name].name in rank_blocks.NARROW
+            if not self.is_distributed and ("master" in own) != expected:
+                raise RecipeError(
+                    f"{name!r} of {dtypes[name].name} has {'no' if expected else 'a'} master; an "
+                    "optimizer that is not distributed has those of all 16-bit parameters, in "
+                    "their order, and no others. Convert to torch-dist, or leave all out "
+                    "(--exclude 'optimizer.state.*.master')"
+                )
 
     def _write_rank(
         self,
