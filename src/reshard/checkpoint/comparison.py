@@ -340,13 +340,12 @@ def _name_both(
 
     names_by_option = {"left_names": options.left_names, "right_names": options.right_names}
     opened = [_open(left, "left_names or recipe"), _open(right, "right_names or recipe")]
-    configs = [read_config(checkpoint) for checkpoint in opened]
+    # Tables of names need no recipe, and no config.
+    is_by_recipe = options.recipe is not None or str in map(type, names_by_option.values())
+    configs = [read_config(checkpoint) if is_by_recipe else None for checkpoint in opened]
     # Both checkpoints are of the same model: if the first lacks a config.json, use the second's.
     with_config = opened[1] if configs[0] is None and configs[1] is not None else opened[0]
-    recipe = None
-    # Tables of names need no recipe.
-    if options.recipe is not None or str in map(type, names_by_option.values()):
-        recipe = find_recipe(options.recipe or AUTO, with_config)
+    recipe = find_recipe(options.recipe or AUTO, with_config) if is_by_recipe else None
     renamed = []
     for option, checkpoint, config in zip(names_by_option, opened, configs, strict=True):
         other = next((item for item in (config, *configs) if item is not None), None)

@@ -16,7 +16,7 @@ from cli.command_runs import run_here
 from reshard import DeviceMesh, checkpoint
 from reshard.checkpoint.conversion.plan import plan_conversion
 from reshard.checkpoint.example_model import write_example_model
-from reshard.errors import RecipeError, UncomputableError, UsageError
+from reshard.errors import FormatError, RecipeError, UncomputableError, UsageError
 
 SINGLE_FILE = "model.safetensors"
 
@@ -43,6 +43,29 @@ def unknown(model: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
     return folder
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1, "a": 2}', '{"a": "\udcff"}'])
+def test_a_damaged_config_is_noted_or_an_error(model: Path, text: str, tmp_path: Path) -> None:
+    """Where nothing reads it, it is copied."""
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    (source / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    says = "config.json is not (a )?JSON"
+    for options in ({"to": "full"}, {"to": "full", "format": "torch-dcp"}, {}):
+        planned = plan_conversion(source, tmp_path / "new", **options)
+        (note,) = [note for note in planned.plan_notes if "config.json" in note]
+        assert re.search(says, note) and "copied as it is" in note
+    for options in ({"to": "tp=2"}, {"dtype": "bf16"}, {"to": "tp=2", "recipe": "llama"}):
+        with pytest.raises(FormatError, match=says):
+            plan_conversion(source, tmp_path / "new", **options)
+    with pytest.raises(FormatError, match=says):
+        checkpoint.compare(source, model, recipe="llama")
+    # A table of names needs none, in a conversion and in a comparison.
+    table = {"head.weight": "lm_head.weight"}
+    renamed = tmp_path / "renamed"
+    checkpoint.convert(source, renamed, to="full", target_names=table)
+    assert checkpoint.compare(source, renamed, right_names=table).is_same
 
 
 def list_specs(source: Path, **arguments: Any) -> dict[str, str | None]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ from reshard.checkpoint.formats.registry import (
     is_format_file,
 )
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from reshard.checkpoint.storage.filesystem import read_whole
+from reshard.checkpoint.storage.filesystem import MAX_JSON_BYTES, read_json_file
 from reshard.checkpoint.storage.local_files import FileIdentity
 from reshard.checkpoint.storage.permissions import describe_foreign_link
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path, walk_folder
@@ -46,7 +45,8 @@ if TYPE_CHECKING:
     from reshard.recipes.rules import Rule
 
 _FOLDER_LINK = "a link to a folder, which is not entered"
-MAX_CARRIED_BYTES = 64 * 1024 * 1024
+# Files that are read are carried along.
+MAX_CARRIED_BYTES = MAX_JSON_BYTES
 _MAX_INNER_FOLDERS = 64
 # Weights in other formats: they are copies of the tensors, and would become outdated.
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
@@ -304,18 +304,3 @@ def read_adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
         FormatError: a file that is not a JSON object.
     """
     return read_json_file(checkpoint.folder / "adapter_config.json")
-
-
-def read_json_file(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if the file is missing."""
-    try:
-        content = json.loads(read_whole(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise FormatError(f"{path} is not a JSON object, but a {type(content).__name__}")
-    return content

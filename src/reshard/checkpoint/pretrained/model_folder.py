@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 from reshard.checkpoint.comparison import compare
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.opening import MAX_CARRIED_BYTES, MODEL_FILES
-from reshard.checkpoint.storage.filesystem import read_whole
+from reshard.checkpoint.storage.filesystem import read_json_file
 from reshard.checkpoint.storage.permissions import describe_foreign_link
 from reshard.checkpoint.storage.remote_paths import as_path
 from reshard.dtypes import DType
 from reshard.elements import is_castable
 from reshard.errors import CheckpointError, FormatError, UsageError
-from reshard.text import count_text, parse_json
+from reshard.text import count_text
 
 CONFIG = "config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -90,13 +90,8 @@ def find_model_files(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(read_whole(path).decode("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+    content = read_json_file(path)
+    if content is None or not isinstance(content.get("model_type"), str):
         raise FormatError(
             f"{path} is no config of a model: it has no `model_type`; name the config.json of the "
             "model that was trained"

@@ -48,11 +48,11 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.blocks.fusing import deinterleave_rows
 from reshard.checkpoint.contents import Checkpoint, read_again
-from reshard.checkpoint.formats.opening import read_json_file
 from reshard.checkpoint.formats.optimizer_states import MASTER
 from reshard.checkpoint.formats.rank_files.plain_parts import PARAMETERS
 from reshard.checkpoint.naming.renaming import STACKED
 from reshard.checkpoint.naming.selection import by_new_names
+from reshard.checkpoint.storage.filesystem import read_json_file
 from reshard.checkpoint.training.model_sets import (
     TRAINER_WORDS,
     bare_name,

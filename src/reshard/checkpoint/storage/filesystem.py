@@ -48,6 +48,8 @@ from reshard.text import parse_json
 
 # Smaller requests are not compared with the size of the file, since they take little memory.
 _UNCHECKED_BYTES = 1 << 20
+# More than any config of a model has.
+MAX_JSON_BYTES = 1 << 26
 
 CONTINUES = "run the same command again, it continues"
 
@@ -148,6 +150,21 @@ def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FormatError(f"{path} is not a JSON object, but a {type(content).__name__}")
     return content
+
+
+def read_json_file(path: Path) -> dict[str, Any] | None:
+    """Return the object in a config of a model or an adapter, or None if the file is missing.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+        FormatError: a file that is not a JSON object, or has more than `MAX_JSON_BYTES`.
+    """
+    try:
+        return read_json_object(path, MAX_JSON_BYTES)
+    except CheckpointError:
+        if path.exists():
+            raise
+        return None
 
 
 @contextmanager

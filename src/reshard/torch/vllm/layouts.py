@@ -40,7 +40,7 @@ from typing import Any
 
 import reshard.errors
 from reshard._validation import check_int, check_ints
-from reshard.checkpoint.storage.filesystem import read_whole
+from reshard.checkpoint.storage.filesystem import read_json_file
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, ReshardError, RunError, UsageError
 from reshard.mesh import DeviceMesh
@@ -212,17 +212,9 @@ def find_version(python: str) -> str | None:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(read_whole(path))
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read {path}: {error.strerror}; vLLM builds a model by it"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds {type(config).__name__}, expected an object")
+    config = read_json_file(folder / "config.json")
+    if config is None:
+        raise CheckpointError(f"{folder} has no config.json, by which vLLM builds a model")
     return config
 
 

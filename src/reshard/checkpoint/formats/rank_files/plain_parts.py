@@ -17,10 +17,8 @@ Llama 3; its shape distinguishes them. Source: `llama/model.py` of Meta, with fa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats import source_sharding
@@ -31,7 +29,7 @@ from reshard.checkpoint.formats.rank_files.parts import (
     bind_sharding,
     list_parameters,
 )
-from reshard.checkpoint.storage.filesystem import read_whole
+from reshard.checkpoint.storage.filesystem import read_json_file
 from reshard.errors import FormatError, ShardError, UsageError
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh
@@ -193,7 +191,7 @@ def find_meta_cut(
     names = {file for of_ranks in parts.values() for file, _ in of_ranks.values()}
     if not all(name.startswith("consolidated.") for name in names) or _EMBEDDING not in parts:
         return None
-    lengths = _read_parameters(folder)
+    lengths = read_json_file(folder / PARAMETERS)
     if lengths is None:
         raise UsageError(
             f"{folder} has consolidated.* files of {ranks} ranks and no {PARAMETERS} with the "
@@ -212,11 +210,3 @@ def find_meta_cut(
     is_by_columns = first.shape[-1] != lengths.get("dim")
     embedding = f"{_EMBEDDING}={'-, mp' if is_by_columns else 'mp, -'}"
     return source_sharding.SourceSharding.of(f"mp={ranks}", (embedding, *_RULES, "*=..."))
-
-
-def _read_parameters(folder: Path) -> Mapping[str, Any] | None:
-    try:
-        parameters = json.loads(read_whole(folder / PARAMETERS))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return parameters if isinstance(parameters, dict) else None
