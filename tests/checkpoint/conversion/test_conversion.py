@@ -393,12 +393,31 @@ def test_blocks_of_the_real_size(tmp_path: Path) -> None:
     assert read_file(tmp_path / "full" / "model.safetensors") == whole
 
 
-def test_another_file_does_not_replace_one_of_the_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source_format", "name", "target_format"),
+    [
+        ("torch-dcp", "pytorch_model.bin", "torch-pickle"),
+        ("torch-dcp", "pytorch_model.bin/notes", "torch-pickle"),
+        ("safetensors", "iter_0000000", "megatron-legacy"),
+        # Files that the format adds after all tensors.
+        ("safetensors", "metadata.json", "torch-dist"),
+        ("safetensors", "metadata.json/notes", "torch-dist"),
+        ("safetensors", "_sharding", "orbax"),
+        ("safetensors", "d", "orbax"),
+    ],
+)
+def test_another_file_does_not_replace_one_of_the_target(
+    source_format: str, name: str, target_format: str, tmp_path: Path
+) -> None:
     """A file of that name in the source that is no part of its checkpoint."""
     whole = write_model(tmp_path / "whole", layers=1)
     source, target = tmp_path / "source", tmp_path / "target"
-    checkpoint.convert(whole, source, to="full", format="torch-dcp")
-    (source / "pytorch_model.bin").write_bytes(b"other")
-    report = checkpoint.convert(source, target, to="full", format="torch-pickle")
-    assert any("pytorch_model.bin (the target's own file has" in note for note in report.notes)
+    # Orbax has no arrays without elements.
+    checkpoint.convert(whole, source, to="full", format=source_format, exclude=["*.bias"])
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).write_bytes(b"other")
+    to = "tp=1" if target_format == "megatron-legacy" else "full"
+    report = checkpoint.convert(source, target, to=to, format=target_format)
+    assert [note for note in report.notes if f"{name} (the target's own file has" in note]
     assert checkpoint.compare(source, target).is_same
+    assert not (target / name).is_file() or (target / name).read_bytes() != b"other"

@@ -7,10 +7,10 @@ new layout, and the files of the target. It can be inspected, and it can be run 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import field
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +49,23 @@ if TYPE_CHECKING:
 
 # The maximum number of uncopied files that a note names.
 _MAX_FILES = 8
+HIDDEN = "the target's own file has that name"
+
+
+def find_hidden(names: Iterable[str], own: Collection[str]) -> tuple[str, ...]:
+    """Return the names that cannot be next to the target's `own` files.
+
+    Such a name is that of an own file, or a folder of one, or is in a folder that is an own file.
+
+    >>> find_hidden(["a", "a.txt", "b", "c/d"], {"a", "b/x", "c"})
+    ('a', 'b', 'c/d')
+    """
+    taken = {*own, *(str(folder) for name in own for folder in PurePosixPath(name).parents)}
+    return tuple(
+        name
+        for name in names
+        if name in taken or any(str(folder) in own for folder in PurePosixPath(name).parents)
+    )
 
 
 class Conversion(Record):
@@ -105,9 +122,10 @@ class Conversion(Record):
 
     @cached_property
     def _hidden(self) -> tuple[str, ...]:
-        """Other files of the source whose names are those of files with the target's tensors."""
-        own = {file.stored.name for file in self.write_plan.files}
-        return tuple(name for name in self.source.carried if name in own)
+        """Other files of the source in whose places are files with the target's tensors."""
+        return find_hidden(
+            self.source.carried, {file.stored.name for file in self.write_plan.files}
+        )
 
     @property
     def written_names(self) -> frozenset[str]:
@@ -195,7 +213,7 @@ class Conversion(Record):
 
     def _list_unwritten(self) -> Iterator[str]:
         """Yield notes on other files of the source that are not written."""
-        hidden = ((name, "the target's own file has that name") for name in self._hidden)
+        hidden = ((name, HIDDEN) for name in self._hidden)
         if left_out := (*self.source.left_out, *hidden):
             files = ", ".join(f"{name} ({why})" for name, why in left_out[:_MAX_FILES])
             more = len(left_out) - _MAX_FILES

@@ -39,7 +39,13 @@ from reshard.checkpoint.blocks.grid import block_digest
 from reshard.checkpoint.changes.computed_tensors import ChangedReader
 from reshard.checkpoint.changes.source_digests import SourceDigests
 from reshard.checkpoint.conversion.checksums import ChecksumTracker
-from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport, describe_counts
+from reshard.checkpoint.conversion.conversion import (
+    HIDDEN,
+    Conversion,
+    ConversionReport,
+    describe_counts,
+    find_hidden,
+)
 from reshard.checkpoint.conversion.journal import FinishedBlocks
 from reshard.checkpoint.conversion.staging import (
     Staging,
@@ -401,9 +407,13 @@ class _ConversionRun:
             source.check_unchanged()
         # 2. Files that are copied, and those that the format adds, such as an index.
         content, write_plan = self.staging.content, self.conversion.write_plan
+        added = dict(self.conversion.format.final_files(write_plan))
+        copied = dict(self.conversion.companions)
+        for name in find_hidden(copied, added):
+            del copied[name]
+            self.notes += (f"another file that is not copied: {name} ({HIDDEN})",)
         with translate_os_errors("write the other files", content):
-            write_files(content, self.conversion.companions)
-            write_files(content, dict(self.conversion.format.final_files(write_plan)))
+            write_files(content, {**copied, **added})
             # 3. The manifest is last, as it contains the digests of everything written before.
             manifest = manifest_of(
                 write_plan.format,
@@ -412,7 +422,7 @@ class _ConversionRun:
                 tuple(file.stored for file in write_plan.files),
                 self.work_items.target,
                 self.digests.columns(),
-                tuple(self.conversion.companions),
+                tuple(copied),
                 items,
             )
             with os.fdopen(open_new(content / MANIFEST_NAME), "wb") as file:
