@@ -76,6 +76,17 @@ class Box(NamedTuple):
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
+    @classmethod
+    def of(cls, shape: Sequence[int], start: Sequence[int] | None = None) -> Box:
+        """Return the box of a shape that begins at an index, by default at 0.
+
+        >>> Box.of((2, 3)), Box.of((2, 3), (1, 4))
+        (Box(start=(0, 0), stop=(2, 3)), Box(start=(1, 4), stop=(3, 7)))
+        """
+        if start is None:
+            return cls((0,) * len(shape), tuple(shape))
+        return cls(tuple(start), tuple(map(operator.add, start, shape)))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Number of indices in each dimension."""
@@ -467,14 +478,23 @@ class Layout(Interned):
         """The ranks with elements, in order; other ranks do not need an array."""
         return tuple(distinct(self.cell_slot[self.cell_elements > 0]).tolist())
 
+    def cell_runs(self, cell: int) -> list[list[tuple[int, int, int, int]]]:
+        """Return the runs `(start, stop, local_start, role)` of a cell in each dimension.
+
+        >>> Layout.whole((4, 2), [0], 1).cell_runs(0)
+        [[(0, 4, 0, 0)], [(0, 2, 0, 0)]]
+        """
+        parts = self.cell_part[cell].tolist()
+        return [table.runs_of(part) for table, part in zip(self.tables, parts, strict=True)]
+
     def boxes(self, slot: int) -> tuple[Box, ...]:
         """Return the boxes a rank owns, in the order of its memory, without halos and padding."""
         boxes: list[Box] = []
         for cell in self.cells_of(slot):
-            runs = []
-            for dimension, table in enumerate(self.tables):
-                part = int(self.cell_part[cell, dimension])
-                runs.append([(a, b) for a, b, _, role in table.runs_of(part) if role == OWNED])
+            runs = [
+                [(start, stop) for start, stop, _, role in runs_of_dim if role == OWNED]
+                for runs_of_dim in self.cell_runs(cell)
+            ]
             boxes += [
                 Box(tuple(a for a, _ in product), tuple(b for _, b in product))
                 for product in itertools.product(*runs)

@@ -218,6 +218,14 @@ class DeviceMesh(Interned):
             )
         return axis.size
 
+    def joint_size(self, axes: Iterable[str | Axis]) -> int:
+        """Return the number of coordinates that axes have together. Raises MeshError.
+
+        >>> DeviceMesh.of(dp=2, tp=4).joint_size(["dp", "tp"])
+        8
+        """
+        return math.prod(map(self.axis_size, axes))
+
     def coordinates(self, axes: Iterable[str | Axis]) -> IntArray:
         """Return the coordinate of each device along `axes`, combined, major to minor.
 

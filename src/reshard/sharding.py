@@ -156,7 +156,7 @@ class DimSpec(Interned):
 
     def table(self, mesh: DeviceMesh, length: int) -> RunTable:
         """Return the run table of a dimension of `length` sharded this way over `mesh`."""
-        levels = tuple((level.rule, _parts(mesh, level.axes)) for level in self.levels)
+        levels = tuple((level.rule, mesh.joint_size(level.axes)) for level in self.levels)
         if len(levels) == 1:
             rule, parts = levels[0]
             return rule.table(length, parts)
@@ -170,10 +170,6 @@ class DimSpec(Interned):
 
     def __repr__(self) -> str:
         return f"DimSpec({str(self)!r})"
-
-
-def _parts(mesh: DeviceMesh, axes: Iterable[Axis]) -> int:
-    return math.prod(mesh.axis_size(axis) for axis in axes)
 
 
 # A model has few shardings and many tensors, so most layouts share these parts.
@@ -404,7 +400,7 @@ def _lay_out(sharding: ShardingSpec, shape: tuple[int, ...]) -> Layout:
     tables = [_table(dim, mesh, size) for dim, size in zip(sharding.dim_specs, shape, strict=True)]
     # For each dimension, the part of each device.
     parts = [_coordinates(mesh, dim.axes) for dim in sharding.dim_specs]
-    contributions = _parts(mesh, sharding.partial_axes)
+    contributions = mesh.joint_size(sharding.partial_axes)
     # Devices whose coordinates are not in `only` hold nothing.
     holds = np.ones(mesh.size, dtype=bool)
     for axis, coordinates in sharding.only:

@@ -680,7 +680,7 @@ def _sample(group: _Group) -> Iterator[tuple[int, Box]]:
     itemsize_bytes = group.kind.dtype.itemsize_bytes
     boxes = group.boxes
     if group.part_bytes <= 3 * SAMPLE_BYTES and len(boxes) == 1:
-        yield 0, Box((0,) * len(boxes[0].shape), boxes[0].shape)
+        yield 0, Box.of(boxes[0].shape)
         return
     for number, share in ((0, 0.0), (len(boxes) // 2, 0.5), (len(boxes) - 1, 1.0)):
         yield number, _window(boxes[number].shape, itemsize_bytes, share)
@@ -700,7 +700,7 @@ def _window(shape: tuple[int, ...], itemsize_bytes: int, share: float) -> Box:
         room //= length
     lengths.reverse()
     start = tuple(int((size - n) * share + 0.5) for size, n in zip(shape, lengths, strict=True))
-    return Box(start, tuple(a + n for a, n in zip(start, lengths, strict=True)))
+    return Box.of(lengths, start)
 
 
 def _split(shape: tuple[int, ...], itemsize_bytes: int, max_bytes: int) -> Iterator[Box]:
@@ -711,7 +711,7 @@ def _split(shape: tuple[int, ...], itemsize_bytes: int, max_bytes: int) -> Itera
         inner -= 1
         row *= shape[inner]
     if not inner:
-        yield Box((0,) * len(shape), shape)
+        yield Box.of(shape)
         return
     rest, step = shape[inner:], max(1, room // row)
     for lead in np.ndindex(*shape[: inner - 1]):

@@ -57,8 +57,8 @@ def clear_pads(layout: Layout, cells: Mapping[int, Storage]) -> None:
     for cell, array in cells.items():
         if not padded[cell]:
             continue
-        for dimension, table in enumerate(layout.tables):
-            for start, stop, local, role in table.runs_of(int(layout.cell_part[cell, dimension])):
+        for dimension, runs in enumerate(layout.cell_runs(cell)):
+            for start, stop, local, role in runs:
                 if role == PAD:
                     window: list[Any] = [slice(None)] * dimension
                     array[(*window, slice(local, local + stop - start))] = np.zeros((), array.dtype)
@@ -67,10 +67,9 @@ def clear_pads(layout: Layout, cells: Mapping[int, Storage]) -> None:
 def element_positions(layout: Layout, cell: int) -> Any:
     """Return an index of a cell's array that excludes its padding."""
     real = []
-    for dimension, table in enumerate(layout.tables):
-        part = int(layout.cell_part[cell, dimension])
-        is_real = np.zeros(int(table.local_lengths[part]), dtype=bool)
-        for start, stop, local, role in table.runs_of(part):
+    for runs, length in zip(layout.cell_runs(cell), layout.cell_shape[cell].tolist(), strict=True):
+        is_real = np.zeros(length, dtype=bool)
+        for start, stop, local, role in runs:
             is_real[local : local + stop - start] = role != PAD
         real.append(np.flatnonzero(is_real))
     return np.ix_(*real) if real else ...

@@ -341,9 +341,9 @@ class RouteFinder(Record, eq=False):
 
     def _example(self, cell: int) -> str:
         """Return a note on the first index of a dimension that no source part holds, if any."""
-        for d, table in enumerate(self.target.tables):
+        for d, runs in enumerate(self.target.cell_runs(cell)):
             holders = self.overlaps[d].holders
-            for start, stop, _, role in table.runs_of(int(self.target.cell_part[cell, d])):
+            for start, stop, _, role in runs:
                 at = start
                 for low, high in zip(holders.start.tolist(), holders.stop.tolist(), strict=True):
                     # Stretches are sorted by start: nothing holds the first gap after `at`.

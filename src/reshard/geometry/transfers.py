@@ -102,8 +102,7 @@ class Transfers:
 
     def box(self, row: int) -> Box:
         """Return the box of the tensor that a row copies."""
-        start, shape = self.start[row].tolist(), self.shape[row].tolist()
-        return Box(tuple(start), tuple(a + n for a, n in zip(start, shape, strict=True)))
+        return Box.of(self.shape[row].tolist(), self.start[row].tolist())
 
     def __str__(self) -> str:
         lines = []

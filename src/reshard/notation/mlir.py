@@ -20,7 +20,6 @@ before it, for the partial axes.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 from reshard.cut_rules import Ceil, CutRule, Halo, Sizes
@@ -183,7 +182,7 @@ def _read_sharding(
             )
         dims += [[] for _ in range(len(shape) - len(dims))]
     # Halo sizes and offsets are listed for sharded dimensions only, so rules are taken in turn.
-    parts = [math.prod(map(mesh.axis_size, axes)) for axes in dims if axes]
+    parts = [mesh.joint_size(axes) for axes in dims if axes]
     rules = _make_rules(halo_sizes, offsets, parts)
     return ShardingSpec(
         mesh,

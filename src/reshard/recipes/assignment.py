@@ -42,7 +42,6 @@ from reshard.recipes.adapters import Leader, LowRankAdapters
 from reshard.recipes.axis_mapping import (
     AxisMapping,
     find_used_axes,
-    joint_size,
     map_coordinates,
     map_sharding,
     read_sharding,
@@ -230,7 +229,7 @@ class _AssignmentBuilder:
         self.listed = RuleList(self.rules, config)
         self.by_hand = len(rules)
         self.mapping = recipe.map_axes(mesh) if recipe else {}
-        sizes = [joint_size(mesh, self.mapping[axis]) for axis in recipe.axes] if recipe else []
+        sizes = [mesh.joint_size(self.mapping[axis]) for axis in recipe.axes] if recipe else []
         self.recipe_mesh = (
             DeviceMesh(f"recipe {recipe.name}", sizes, recipe.axes) if recipe else None
         )
@@ -431,7 +430,7 @@ class _AssignmentBuilder:
         # Numbers divided by bytes come last: the bytes of a layer depend on its experts' ranks.
         for by_bytes in (False, True):
             for what, numbering in numbers.items():
-                parts = joint_size(self.mesh, self.mapping[numbering.axis])
+                parts = self.mesh.joint_size(self.mapping[numbering.axis])
                 # An axis of size 1 restricts nothing.
                 if what not in needed or (numbering.cut == BY_BYTES) != by_bytes or parts == 1:
                     continue

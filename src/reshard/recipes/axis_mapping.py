@@ -23,11 +23,6 @@ from reshard.sharding import DimSpec, Level, ShardingSpec, spec
 AxisMapping = Mapping[str, tuple[Axis, ...]]
 
 
-def joint_size(mesh: DeviceMesh, axes: Iterable[Axis]) -> int:
-    """Return the number of coordinates that axes have together."""
-    return math.prod(mesh.axis_size(axis) for axis in axes)
-
-
 def map_sharding(
     mesh: DeviceMesh,
     written: ShardingSpec,

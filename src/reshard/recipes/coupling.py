@@ -42,7 +42,6 @@ Source: tensor parallelism of attention and feed-forward layers, Shoeybi et al. 
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -614,7 +613,7 @@ class ComputabilityCheck:
         unit, *others = coupling.counts(self.config, dict(numbers[0])).values()
         sizes = list_valid_sizes(unit, others)
         names = " ".join(map(str, axes)) or "the axis"
-        size = math.prod(self.mesh.axis_size(axis) for axis in axes)
+        size = self.mesh.joint_size(axes)
         if size in sizes:
             return f"{size} ranks along {names} would do if all of it were sharded alike"
         return f"{names} has size {size}; sizes that would do: {', '.join(map(str, sizes))}"

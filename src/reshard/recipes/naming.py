@@ -381,7 +381,7 @@ def make_fused_spec(
                     f"{name!r} is fused along dimension {at}, which `{first}` shards again over "
                     f"{' '.join(map(str, level.axes))}; take a mesh with a single level there"
                 )
-            parts = math.prod(first.mesh.axis_size(axis) for axis in level.axes)
+            parts = first.mesh.joint_size(level.axes)
             lengths = tuple(shapes[member][at] for member in members)
             groups = fusion.groups if isinstance(fusion.groups, int) else 0
             rule = _find_rule(groups, tuple(rules), lengths, parts)

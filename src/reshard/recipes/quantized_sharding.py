@@ -112,7 +112,7 @@ def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) 
             continue
         part, start, stop = cut_group
         axes = " ".join(map(str, level.axes))
-        parts = math.prod(mesh.axis_size(axis) for axis in level.axes)
+        parts = mesh.joint_size(level.axes)
         fitting = _find_sizes(level.rule, length, group, parts) if count == 1 else [1]
         sizes = f"{', '.join(map(str, fitting[:-1]))} or {fitting[-1]}".removeprefix(" or ")
         return (
@@ -376,7 +376,7 @@ def _find_cut_groups(
     """
     mesh, problems = sharding.mesh, []
     for d, (dim, length) in enumerate(zip(sharding.dim_specs, shape, strict=True)):
-        parts = math.prod(mesh.axis_size(axis) for axis in dim.axes)
+        parts = mesh.joint_size(dim.axes)
         if d in uncut and parts > 1:
             problems.append((d, f"{' '.join(map(str, dim.axes))} of {parts}", ""))
             continue

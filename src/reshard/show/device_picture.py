@@ -103,12 +103,10 @@ def _lines(layout: Layout, names: NDArray[np.object_], rank: int, width: int) ->
         shape = layout.cell_shape[cell].tolist()
         held = np.full(shape, "-", dtype=object)
         indices = []
-        for table, part, length in zip(
-            layout.tables, layout.cell_part[cell].tolist(), shape, strict=True
-        ):
+        for runs, length in zip(layout.cell_runs(cell), shape, strict=True):
             # The global index at each local position of the dimension, -1 for padding.
             index = np.full(length, -1, dtype=np.int64)
-            for start, stop, local, role in table.runs_of(part):
+            for start, stop, local, role in runs:
                 if role != PAD:
                     index[local : local + stop - start] = np.arange(start, stop)
             indices.append(index)

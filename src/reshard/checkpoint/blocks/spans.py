@@ -358,10 +358,10 @@ def usable_tiles(layout: Layout) -> Tiles:
 def _shard_tiles(layout: Layout, roles: Collection[int]) -> Tiles:
     tiles = []
     for cell in range(layout.cells):
-        product = []
-        for d, table in enumerate(layout.tables):
-            runs = table.runs_of(int(layout.cell_part[cell, d]))
-            product.append([(a, b - a, local) for a, b, local, role in runs if role in roles])
+        product = [
+            [(a, b - a, local) for a, b, local, role in runs if role in roles]
+            for runs in layout.cell_runs(cell)
+        ]
         tiles.append(_tile(layout, cell, product))
     return Tiles(tuple(tiles))
 

@@ -131,7 +131,7 @@ class MergedWeight(_Merged):
         for change in self.changes:
             parts: list[NDArray[np.float32]] = []
             for tensor in change.sources:
-                bare = read(source, Box((0,) * len(tensor.shape), tensor.shape)).reshape(-1)
+                bare = read(source, Box.of(tensor.shape)).reshape(-1)
                 parts.append(as_float32(bare, tensor.dtype))
                 source += 1
             parts[0] = parts[0].reshape(change.rank, -1)

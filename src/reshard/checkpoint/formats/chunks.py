@@ -154,10 +154,7 @@ class BlockPlace(NamedTuple):
 
     def boxes(self) -> list[Box]:
         """Return the boxes of the block in the whole, in the block's order."""
-        return [
-            Box(to, tuple(a + n for a, n in zip(to, box.shape, strict=True)))
-            for box, to in self.pieces
-        ]
+        return [Box.of(box.shape, to) for box, to in self.pieces]
 
     def place(self, regions: Iterable[RankRegion]) -> Iterator[RankRegion]:
         """Yield regions of the block as regions of the whole."""

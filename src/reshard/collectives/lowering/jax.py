@@ -24,7 +24,6 @@ Source: JAX, `jax.lax` and `jax.shard_map`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -296,7 +295,7 @@ def _write_scatter(axes: tuple[Axis, ...], before: ShardingSpec, dim: int) -> li
             f"x = lax.psum_scatter(x, {_list_names(axes)}, scatter_dimension={dim}, tiled=True)"
         ]
     # JAX only scatters sums: otherwise parts are exchanged, and each device combines its own.
-    count = math.prod(map(before.mesh.axis_size, axes))
+    count = before.mesh.joint_size(axes)
     return [
         f"pieces = jnp.stack(jnp.split(x, {count}, axis={dim}))",
         f"pieces = lax.all_to_all(pieces, {_list_names(axes)}, 0, 0, tiled=True)",

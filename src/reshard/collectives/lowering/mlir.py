@@ -43,7 +43,6 @@ Source: the LLVM project, `mlir/include/mlir/Dialect/Shard/IR/ShardOps.td` and
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -398,7 +397,7 @@ class _ModuleWriter:
                     self._check_lines_up(before, after, dim)
                     length = shardings.part_length(after, self.shape, dim)
                     # The dialect splits evenly: all parts are padded to the length of the first.
-                    self.pad(dim, length * _count_devices(before, axes))
+                    self.pad(dim, length * before.mesh.joint_size(axes))
                     part = self.type.resized(dim, length)
                     if isinstance(step, steps.Slice):
                         self.collective("shard.all_slice", before, axes, part, slice_axis=dim)
@@ -419,7 +418,7 @@ class _ModuleWriter:
             )
 
     def _find_gathered_type(self, spec: ShardingSpec, axes: Sequence[Axis], dim: int) -> TensorType:
-        return self.type.resized(dim, self.type.shape[dim] * _count_devices(spec, axes))
+        return self.type.resized(dim, self.type.shape[dim] * spec.mesh.joint_size(axes))
 
     def _check_lines_up(self, short: ShardingSpec, long: ShardingSpec, dim: int) -> None:
         if not shardings.lines_up(short, long, self.shape, dim):
@@ -435,7 +434,7 @@ class _ModuleWriter:
         self._check_lines_up(after, before, giver)
         self._check_lines_up(before, after, taker)
         length = shardings.part_length(after, self.shape, taker)
-        self.pad(taker, length * _count_devices(before, axes))
+        self.pad(taker, length * before.mesh.joint_size(axes))
         moved = self._find_gathered_type(before, axes, giver).resized(taker, length)
         self.collective(
             "shard.all_to_all", before, axes, moved, split_axis=taker, concat_axis=giver
@@ -476,7 +475,3 @@ class _ModuleWriter:
 
 def _axis_numbers(spec: ShardingSpec, axes: Iterable[Axis]) -> tuple[int, ...]:
     return tuple(spec.mesh.axis_names.index(axis.name) for axis in axes)
-
-
-def _count_devices(spec: ShardingSpec, axes: Iterable[Axis]) -> int:
-    return math.prod(map(spec.mesh.axis_size, axes))

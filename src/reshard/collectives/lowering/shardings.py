@@ -201,7 +201,7 @@ class WholeAxes:
 
 def parts_of(spec: ShardingSpec, dim: int) -> int:
     """Count the parts of a dimension."""
-    return math.prod(spec.mesh.axis_size(axis) for axis in spec.dim_specs[dim].axes)
+    return spec.mesh.joint_size(spec.dim_specs[dim].axes)
 
 
 def part_length(spec: ShardingSpec, shape: tuple[int, ...], dim: int) -> int:

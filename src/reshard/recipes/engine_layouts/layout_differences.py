@@ -108,8 +108,7 @@ def _holding(layout: Layout, rank: int) -> tuple[Product, ...]:
     products: list[Product] = []
     for cell in layout.cells_of(rank):
         product: list[Stretches] = []
-        for dimension, table in enumerate(layout.tables):
-            runs = table.runs_of(int(layout.cell_part[cell, dimension]))
+        for runs in layout.cell_runs(cell):
             owned = sorted((start, stop) for start, stop, _, role in runs if role == OWNED)
             (joined,) = unite([((stretch,),) for stretch in owned])[0] if owned else ((),)
             product.append(joined)

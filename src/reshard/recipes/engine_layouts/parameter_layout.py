@@ -475,11 +475,9 @@ def shard_parameter(
             f"rank {rank} holds {len(cells)} cells of {name!r}, consecutively in its "
             "memory; a parameter is one cell. Give the layout of each part by itself"
         )
-    parts = layout.cell_part[cells.start].tolist()
     strides = dense_strides(layout.shape)
-    runs = [table.runs_of(part) for table, part in zip(layout.tables, parts, strict=True)]
     pieces, unfilled = [], []
-    for product in itertools.product(*runs):
+    for product in itertools.product(*layout.cell_runs(cells.start)):
         local = [(at, at + stop - start) for start, stop, at, _ in product]
         box = Box(tuple(low for low, _ in local), tuple(high for _, high in local))
         if any(role == PAD for _, _, _, role in product):

@@ -107,10 +107,10 @@ def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Box, Slices]]:
     [('[0:1]', (slice(0, 1, None),)), ('[2:3]', (slice(1, 2, None),))]
     """
     for cell in layout.cells_of(rank):
-        dims = []
-        for dim, table in enumerate(layout.tables):
-            runs = table.runs_of(int(layout.cell_part[cell, dim]))
-            dims.append([(start, stop, own) for start, stop, own, role in runs if role == OWNED])
+        dims = [
+            [(start, stop, own) for start, stop, own, role in runs if role == OWNED]
+            for runs in layout.cell_runs(cell)
+        ]
         for product in itertools.product(*dims):
             box = Box(tuple(a for a, _, _ in product), tuple(b for _, b, _ in product))
             if box.elements:

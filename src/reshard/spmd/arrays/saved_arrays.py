@@ -230,13 +230,7 @@ def _count_boxes(kind: ArrayType) -> int:
     if kind.spec is None:
         return 1
     layout = kind.layout
-    return max(
-        math.prod(
-            len(table.runs_of(int(layout.cell_part[cell, dim])))
-            for dim, table in enumerate(layout.tables)
-        )
-        for cell in range(layout.cells)
-    )
+    return max(math.prod(map(len, layout.cell_runs(cell))) for cell in range(layout.cells))
 
 
 def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool = False) -> Any:

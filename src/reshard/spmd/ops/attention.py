@@ -619,7 +619,7 @@ def may_turn(specs: Sequence[ShardingSpec], shapes: Sequence[Shape]) -> bool:
         return False
     if not all(map(_may_turn_dims, (queries, keys, values))):
         return False
-    heads = math.prod(queries.mesh.axis_size(axis) for axis in queries.dim_specs[-3].axes)
+    heads = queries.mesh.joint_size(queries.dim_specs[-3].axes)
     return shapes[0][-3] % heads == 0 and shapes[1][-3] % heads == 0
 
 

@@ -230,8 +230,7 @@ class _PieceSearch:
         levels = kind.spec.dim_specs[dim].levels
         if len(levels) > 1 or any(not level.rule.is_default for level in levels):
             return None
-        mesh = kind.spec.mesh
-        parts = math.prod(mesh.axis_size(axis) for level in levels for axis in level.axes)
+        parts = kind.spec.mesh.joint_size(kind.spec.dim_specs[dim].axes)
         return parts if kind.shape[dim] % parts == 0 else None
 
     def _copying_s(

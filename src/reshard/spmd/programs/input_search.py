@@ -515,7 +515,7 @@ def _spread(
     dims = [[str(axis) for axis in dim.axes] for dim in spec.dim_specs]
     used = {axis.name for dim in spec.dim_specs for axis in dim.axes}
     for axis in axes:
-        cuts = [math.prod(map(mesh.axis_size, names)) for names in dims]
+        cuts = [mesh.joint_size(names) for names in dims]
         size = mesh.axis_size(axis)
         fits = [n for n, length in enumerate(shape) if length % (cuts[n] * size) == 0]
         if axis not in used and fits:

@@ -187,7 +187,7 @@ def _find_box(name: str, data: torch.Tensor, part: torch.Tensor, shape: tuple[in
     for stride, size in zip(strides, shape, strict=True):
         at, rest = divmod(rest, stride) if stride else (0, rest)
         start.append(at if size else 0)
-    box = Box(tuple(start), tuple(a + n for a, n in zip(start, shape, strict=True)))
+    box = Box.of(shape, start)
     if math.prod(shape) and tuple(part.stride()) != strides:
         raise LayoutError(f"{name!r} is saved with strides {part.stride()}, not as stored")
     return box

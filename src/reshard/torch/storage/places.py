@@ -65,8 +65,7 @@ class RankPlaces:
 def find_box(item: WriteItem) -> Box:
     """Return the box of a tensor that an item denotes."""
     chunk = item.tensor_data.chunk
-    start = tuple(chunk.offsets)
-    return Box(start, tuple(a + n for a, n in zip(start, chunk.sizes, strict=True)))
+    return Box.of(chunk.sizes, chunk.offsets)
 
 
 def list_values(plans: Sequence[SavePlan]) -> list[str]:

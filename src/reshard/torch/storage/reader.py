@@ -89,7 +89,7 @@ def list_parts(tensor: StoredTensor, box: Box) -> Iterator[Region]:
 
 def _list_boxes(tensor: StoredTensor) -> list[Box]:
     """Return the boxes that supply a tensor, or the whole tensor if there are too many."""
-    whole = Box((0,) * len(tensor.shape), tensor.shape)
+    whole = Box.of(tensor.shape)
     if not whole.elements:
         return [whole]
     tiles = source_tiles(tensor.assembly).tiles
@@ -364,7 +364,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
         tensor = self.checkpoint[index.fqn]
         offset = index.offset if index.offset is not None else (0,) * len(tensor.shape)
         start = tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True))
-        box = Box(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
+        box = Box.of(item.lengths, start)
         if any(stop > size for stop, size in zip(box.stop, tensor.shape, strict=True)):
             raise CheckpointError(
                 f"{box} of tensor {tensor.name!r} is asked for, which has shape "

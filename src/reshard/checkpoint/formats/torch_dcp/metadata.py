@@ -261,7 +261,7 @@ def _tensor(name: str, value: Call, places: _Places, file: str) -> DcpTensor:
             raise FormatError(
                 f"{label}: a chunk at {list(start)} of {list(sizes)} in a tensor of {list(shape)}"
             )
-        box = Box(start, tuple(map(operator.add, start, sizes)))
+        box = Box.of(sizes, start)
         if any(map(operator.gt, box.stop, shape)):
             raise FormatError(f"{label}: the chunk {box} lies outside of {list(shape)}")
         place = places.get((name, start))

@@ -373,7 +373,7 @@ def shard_lacking_tensors(
         chunks = []
         for chunk in lacking[name].chunks:
             boxes = layout.boxes(rank_of_file(chunk.place.file) or 0)
-            box = boxes[0] if boxes else Box((0,) * len(chunk.box.start), chunk.box.shape)
+            box = boxes[0] if boxes else Box.of(chunk.box.shape)
             chunks.append(chunk._replace(box=box))
         changed[name] = DcpTensor(lacking[name].dtype, layout.shape, tuple(chunks))
     return changed, mesh

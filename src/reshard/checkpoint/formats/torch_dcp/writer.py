@@ -236,7 +236,7 @@ class _ChunkedTensors(Mapping[str, DcpTensor]):
 def _list_stored_boxes(layout: Layout, slot: int) -> tuple[Box, ...]:
     """Return the boxes of a slot, or an empty box if it holds no element."""
     boxes = layout.boxes(slot)
-    return boxes or (Box((0,) * layout.ndim, layout.local_shape(slot) or ()),)
+    return boxes or (Box.of(layout.local_shape(slot) or (0,) * layout.ndim),)
 
 
 def _split_into_boxes(name: str, tensor: PlannedTensor, storing: frozenset[int]) -> _Split:
@@ -254,7 +254,7 @@ def _split_into_boxes(name: str, tensor: PlannedTensor, storing: frozenset[int])
 @lru_cache(maxsize=1024)
 def _split_layout(layout: Layout, storing: frozenset[int]) -> tuple[_Split | None, int]:
     """Return a split and its number of boxes; without a split if these are more than allowed."""
-    whole = Box((0,) * layout.ndim, layout.shape)
+    whole = Box.of(layout.shape)
     if not whole.elements:
         # Only the shape is stored.
         slot = min(storing)
