@@ -49,13 +49,17 @@ def lazy_names(module: str) -> dict[str, str]:
     calls = [] if file is None or file.name != "__init__.py" else ast.walk(parse(file))
     for node in calls:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "attach":
-            names = node.args[1]
-            if isinstance(names, ast.Dict):
-                return {
-                    key.value: value.value.partition(":")[0]
-                    for key, value in zip(names.keys, names.values, strict=True)
-                    if isinstance(key, ast.Constant) and isinstance(value, ast.Constant)
-                }
+            tables = [table for table in node.args[1:] if isinstance(table, ast.Dict)]
+            return {
+                (own := name.value.rpartition(" as ")[2]): (
+                    f"{module}.{own}" if key.value == module else key.value
+                )
+                for table in tables
+                for key, names in zip(table.keys, table.values, strict=True)
+                if isinstance(key, ast.Constant) and isinstance(names, ast.List)
+                for name in names.elts
+                if isinstance(name, ast.Constant)
+            }
     return {}
 
 

@@ -1,35 +1,43 @@
 """Lazy public names of a package (PEP 562), so that importing the package stays fast.
 
-A package gives the module of each name in a table, and each is imported on first access::
+A package gives the names that each module defines, and each is imported on first access::
 
-    __getattr__, __dir__ = attach(__name__, {"Plan": "reshard.plans.plan"})
+    __getattr__, __dir__ = attach(__name__, {"reshard.plans.plan": ["Plan", "plan"]})
 
 Type checkers do not follow the table: the package repeats the imports under `TYPE_CHECKING`.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 
 def attach(
-    package: str, modules: Mapping[str, str], renamed: Mapping[str, str] | None = None
+    package: str,
+    *tables: Mapping[str, Sequence[str]],
+    renamed: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package.
 
     Args:
         package: the package's `__name__`.
-        modules: the module that defines each name; `module:other` if it has another name there.
-            A submodule is mapped to itself: `"checkpoint": "reshard.checkpoint"`.
+        tables: the names by the module that defines them, as in `from module import name`:
+            `"other as name"` if it has another name there, and the package itself for a submodule.
         renamed: the new name of each deprecated name; access by the old name warns.
 
-    >>> load, _ = attach("reshard", {"Plan": "reshard.plans.plan"})
+    >>> load, _ = attach("reshard", {"reshard.plans.plan": ["Plan"]})
     >>> load("Plan").__name__
     'Plan'
     """
+    modules: dict[str, tuple[str, str]] = {}
+    for module, names in itertools.chain.from_iterable(table.items() for table in tables):
+        for text in names:
+            other, _, name = text.partition(" as ")
+            modules[name or other] = module, other
 
     def load(name: str) -> Any:
         if renamed is not None and name in renamed:
@@ -40,9 +48,11 @@ def attach(
             return getattr(sys.modules[package], new)
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        path, _, other = modules[name].partition(":")
-        module = import_module(path)
-        value = module if path == f"{package}.{name}" else getattr(module, other or name)
+        module, other = modules[name]
+        if module == package:
+            value = import_module(f"{package}.{other}")
+        else:
+            value = getattr(import_module(module), other)
         # Python calls a module's `__getattr__` only for missing names, so the next access takes no
         # lookup.
         setattr(sys.modules[package], name, value)

@@ -12,9 +12,9 @@ from reshard.notation.registry import list_public_names
 
 
 def test_each_notation_adds_its_two_functions() -> None:
-    assert set(list_public_names()) <= set(notation.__all__) <= set(dir(notation))
-    for name, module in list_public_names().items():
-        assert getattr(notation, name).__module__ == module
+    for module, names in list_public_names().items():
+        assert set(names) <= set(notation.__all__) <= set(dir(notation))
+        assert {getattr(notation, name).__module__ for name in names} == {module}
 
 
 @pytest.mark.parametrize("package", [notation, megatron, recipes])

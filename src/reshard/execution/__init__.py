@@ -31,11 +31,13 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "check_reduction": "reshard.execution.arrays",
-        "combine": "reshard.execution.arrays",
-        "element_positions": "reshard.execution.engine",
-        "identity": "reshard.execution.arrays",
-        "missing_bytes": "reshard.execution.arrays",
-        "scale": "reshard.execution.arrays",
+        "reshard.execution.arrays": [
+            "check_reduction",
+            "combine",
+            "identity",
+            "missing_bytes",
+            "scale",
+        ],
+        "reshard.execution.engine": ["element_positions"],
     },
 )

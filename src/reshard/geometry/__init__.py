@@ -29,7 +29,7 @@ __all__ = ["LayoutChange", "Transfers"]
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "LayoutChange": "reshard.geometry.layout_change",
-        "Transfers": "reshard.geometry.transfers",
+        "reshard.geometry.layout_change": ["LayoutChange"],
+        "reshard.geometry.transfers": ["Transfers"],
     },
 )

@@ -238,13 +238,14 @@ def _list_examples() -> str:
     return f"name the notation before a colon:\n{examples}"
 
 
-def list_public_names() -> dict[str, str]:
-    """Return `parse_NAME` and `NAME_text` of every notation, and the module of each."""
-    return {
-        name: notation.module
-        for notation in NOTATIONS.values()
-        for name in (f"parse_{notation.name}", f"{notation.name}_text")
-    }
+def list_public_names() -> dict[str, list[str]]:
+    """Return `parse_NAME` and `NAME_text` of every notation, by the module of each."""
+    names: dict[str, list[str]] = {}
+    for notation in NOTATIONS.values():
+        names.setdefault(notation.module, []).extend(
+            [f"parse_{notation.name}", f"{notation.name}_text"]
+        )
+    return names
 
 
 def parse_native(

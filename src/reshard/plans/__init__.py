@@ -28,5 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["balanced_shares", "run_change"]
 
 __getattr__, __dir__ = attach(
-    __name__, {"run_change": "reshard.plans.run", "balanced_shares": "reshard.plans.load_balancing"}
+    __name__,
+    {
+        "reshard.plans.load_balancing": ["balanced_shares"],
+        "reshard.plans.run": ["run_change"],
+    },
 )

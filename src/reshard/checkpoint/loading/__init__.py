@@ -19,6 +19,6 @@ __all__ = ["hold_arrays"]
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "hold_arrays": "reshard.checkpoint.loading.rank_arrays",
+        "reshard.checkpoint.loading.rank_arrays": ["hold_arrays"],
     },
 )

@@ -36,8 +36,7 @@ __all__ = ["RemotePath", "as_path", "translate_os_errors"]
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "as_path": "reshard.checkpoint.storage.remote_paths",
-        "RemotePath": "reshard.checkpoint.storage.remote_paths",
-        "translate_os_errors": "reshard.checkpoint.storage.filesystem",
+        "reshard.checkpoint.storage.filesystem": ["translate_os_errors"],
+        "reshard.checkpoint.storage.remote_paths": ["as_path", "RemotePath"],
     },
 )

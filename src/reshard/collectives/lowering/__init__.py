@@ -40,7 +40,7 @@ __all__ = [
 
 _load, __dir__ = attach(
     __name__,
-    {f"{system}_module": f"reshard.collectives.lowering.{system}" for system in SYSTEMS},
+    {f"reshard.collectives.lowering.{system}": [f"{system}_module"] for system in SYSTEMS},
 )
 
 

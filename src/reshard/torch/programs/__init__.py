@@ -18,7 +18,6 @@ __all__ = ["PreparedMovement", "agreed_sequence"]
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "agreed_sequence": "reshard.torch.programs.run",
-        "PreparedMovement": "reshard.torch.programs.run",
+        "reshard.torch.programs.run": ["agreed_sequence", "PreparedMovement"],
     },
 )

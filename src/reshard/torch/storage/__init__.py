@@ -21,6 +21,6 @@ __all__ = ["torch_type"]
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "torch_type": "reshard.torch.storage.reader",
+        "reshard.torch.storage.reader": ["torch_type"],
     },
 )
