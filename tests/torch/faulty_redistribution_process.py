@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,11 @@ from reshard.runs import IntArray
 from reshard.system import has_ended
 from reshard.topology import Link, Topology
 from reshard.torch import is_usable, redistribute
+from reshard.torch.exchange import rendezvous
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.consistency import mark_unusable
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
-from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.groups import RankGroup, rank_group
 from reshard.torch.exchange.one_host.shared_memory import NearMessage
 
 TIMEOUT_S = 3
@@ -188,6 +190,15 @@ def arguments_differ_or_cannot_be_used() -> None:
                 source=rows,
                 out=torch.ones(1, 1).expand(columns.local_shape(0)) if rank == 0 else None,
             ),
+        )
+    with reported("freed_tensors_of_other_types_are_refused"):
+        freed = own().as_subclass(type("Weight", (torch.Tensor,), {}))
+        if rank == 1:
+            freed.untyped_storage().resize_(0)
+        expect_error(
+            RunError,
+            "rank 1: ShardError: tensor: its storage was freed",
+            lambda: redistribute(freed, columns, source=rows),
         )
     with reported("tensors_written_in_part_are_refused_until_filled"):
         tensor = own()
@@ -359,6 +370,33 @@ def a_rank_raises_before_it_calls() -> None:
         return
     rows, columns = layouts()
     expect_error(RunError, "does not answer", lambda: redistribute(own(), columns, source=rows))
+
+
+def a_rank_calls_alone() -> None:
+    """Ranks meet again after one called more often, and joined no collective of the group."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    rows, columns = layouts()
+
+    def move() -> Any:
+        return redistribute(own(), columns, source=rows, group=group)
+
+    move()
+    if rank == 1:
+        # As after a call for which the others did not come. It opens connections anew.
+        rank_group(group).break_off(RunError("nobody came"))
+        with mock.patch.object(
+            rendezvous, "timeout_of", return_value=datetime.timedelta(seconds=1)
+        ):
+            expect_error(RunError, "does not answer", move)
+    dist.barrier()
+    if rank != 1:
+        expect_error(RunError, "nobody came", move)
+    total = torch.full((1,), 10**rank)
+    dist.all_reduce(total, group=group)
+    assert total.item() == sum(10**other for other in range(ranks)), total
+    for _ in range(2):
+        assert torch.equal(move(), torch.ones(columns.local_shape(rank)))
 
 
 def outlive_others() -> None:
@@ -646,6 +684,7 @@ def main(fault: str) -> None:
         methods_differ_or_cannot_be_used,
         ranks_outside_the_group_call,
         a_rank_raises_before_it_calls,
+        a_rank_calls_alone,
         a_rank_is_killed_while_it_moves,
         a_rank_is_killed_while_it_sends,
         a_rank_is_killed_while_it_receives,

@@ -177,7 +177,7 @@ def tensors_move_between_meshes_of_other_ranks(ranks: int) -> None:
     }
     meshes = {name: TorchMesh("cpu", order) for name, order in orders.items()}
     shape = (9, 7)
-    (value,) = contributions(shape, 1, "float32")
+    (value,) = contributions(shape, 1, "float64")
     for one, first in meshes.items():
         spec = sharding_of_placements(first, [Shard(0)], 2)
         local = shards_of(contents_of(spec, shape), [value]).get(dist.get_rank())
@@ -199,6 +199,8 @@ def tensors_move_between_meshes_of_other_ranks(ranks: int) -> None:
                 ).get(dist.get_rank())
                 if not isinstance(found, DTensor):
                     raise SystemExit(f"{what}: a {type(found)}")
+                if found.dtype != torch.float64:
+                    raise SystemExit(f"{what}: a DTensor of {found.dtype}")
                 if expected is not None:
                     check_equal(found.to_local(), torch.from_numpy(expected), what)
                 elif found.to_local().numel():
@@ -269,6 +271,12 @@ def out_keeps_its_address_and_the_elements_between(ranks: int) -> None:
         check_equal(out, expected, "out")
     if not (beside[..., 1] == -1).all():
         raise SystemExit("elements beside out changed")
+    with torch.inference_mode():
+        inferred = torch.zeros(expected.shape)
+    for method in ("exchange", "program"):
+        inferred.data.zero_()
+        redistribute(tensor, (mesh, [Shard(1)]), out=inferred, method=method)
+        check_equal(inferred, expected, f"out of inference mode, by {method}")
     whole = DTensor.from_local(torch.zeros(8, 12), mesh, [Replicate()])
     address = whole.to_local().data_ptr()
     found = redistribute(tensor, (mesh, [Replicate()]), out=whole)

@@ -38,6 +38,7 @@ def test_layouts_of_every_kind_become_one_another(ranks: int) -> None:
         "methods_differ_or_cannot_be_used",
         "ranks_outside_the_group_call",
         "a_rank_raises_before_it_calls",
+        "a_rank_calls_alone",
         "a_rank_raises_before_it_sends",
         "a_rank_raises_while_it_sends",
         "a_rank_raises_in_a_program",

@@ -153,14 +153,16 @@ class TensorEndpoint:
         """Return the local shape on a rank, or None if it holds nothing."""
         return self.layout.local_shape(rank) if rank < self.layout.slots else None
 
-    def wrap_local(self, local: torch.Tensor | None, device: torch.device) -> Any:
+    def wrap_local(
+        self, local: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> Any:
         """Return a rank's local tensor as a DTensor, or unchanged if the side has no DTensors."""
         if self.mesh is None:
             return local
         shape = self.layout.shape
         if local is None:
             # A DTensor has a local tensor on every rank, even if it is empty.
-            local = torch.empty(0, device=device)
+            local = torch.empty(0, dtype=dtype, device=device)
         return DTensor.from_local(
             local,
             self.mesh,
@@ -294,7 +296,7 @@ def check_local(
     if as_dtype(tensor.dtype) is not dtype:
         raise ShardError(f"{what} is {tensor.dtype}, expected {dtype.name}; nothing is cast")
     local = local_of(tensor)
-    if type(local) in WITH_MEMORY and is_freed(local):
+    if local is not None and is_freed(local):
         raise ShardError(f"{what}: {FREED}")
     if local is None or tuple(local.shape) != expected:
         local_shape = [] if local is None else list(local.shape)

@@ -21,6 +21,7 @@ gradient, and a rank without a part of the target gets an empty result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypedDict, cast
 
 import torch
@@ -281,7 +282,8 @@ class Redistribution:
             )
         # Zero the target, since padding is not sent.
         if self._local is not None and self._change.target.is_padded:
-            self._local.zero_()
+            with self._writing():
+                self._local.zero_()
         return MessageExchange(self._tensors, self._group, self._device, self._limit_bytes)
 
     def _start(self) -> Redistribution:
@@ -301,8 +303,16 @@ class Redistribution:
         )
         self.received_bytes = self._transfer.received_bytes
         self.sent_bytes = self._transfer.sent_bytes
-        self._transfer.start()
+        with self._writing():
+            self._transfer.start()
         return self
+
+    def _writing(self) -> AbstractContextManager[object]:
+        """Enter inference mode if the result is an inference tensor, which needs it for writes."""
+        local = self._local
+        return (
+            torch.inference_mode() if local is not None and local.is_inference() else nullcontext()
+        )
 
     def wait(self) -> Any:
         """Return the result, once it is complete.
@@ -335,7 +345,8 @@ class Redistribution:
 
     def _finish(self) -> Any:
         try:
-            self._transfer.finish()
+            with self._writing():
+                self._transfer.finish()
         # Also after an error, since parts of `out` may have been written.
         finally:
             if self._out is not None:
@@ -343,7 +354,9 @@ class Redistribution:
         return self._result()
 
     def _result(self) -> Any:
-        return self._after.wrap_local(self._local, self._device) if self._out is None else self._out
+        if self._out is not None:
+            return self._out
+        return self._after.wrap_local(self._local, cast(Any, self._dtype), self._device)
 
     @property
     def plan(self) -> Plan:

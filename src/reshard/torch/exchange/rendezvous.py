@@ -2,12 +2,16 @@
 
 A store is the torch store that creates process groups. Each meeting has its own keys::
 
-    arrivals                  the number of arrived ranks, so that later meetings get other keys
+    generation                a meeting before which none is joined
     0/peer/2                  rank 2 of meeting 0: its job, its rank there, its host and process
+    0/failed                  set once any rank of meeting 0 has failed
     0/note/2                  why rank 2 failed; empty if it only lost others
 
-1. Every rank stores its peer information, and waits for that of all others. Meanwhile it checks the
-   process group, which reports at once if a process has ended.
+1. Every rank joins the first meeting that has not failed and that it has not joined before, so that
+   ranks of which some called more often than others meet again. It stores its peer information, and
+   waits for that of all others. Meanwhile it checks the process group's connections, which gloo
+   closes if a process has ended. It runs none of the group's collectives: if another rank does not
+   arrive, they would be matched with those of the user's program.
 2. Ranks of a job share its name, which the first of them sets at the job's own store.
 3. When connections break, ranks leave notes. A rank without a note after a second has ended, or
    hangs.
@@ -38,7 +42,9 @@ from reshard.torch.exchange.connections import Connections
 
 # The interval between looks for notes, and how long to wait for them.
 _LOOK_S, _NOTES_S = 0.05, 1.0
-_PREFIX = "reshard"
+# The shortest interval between checks of a process group's connections.
+_PROBE_S = 0.2
+_PREFIX, _GENERATION = "reshard", "generation"
 _PATIENCE, _CONNECT = datetime.timedelta(minutes=30), datetime.timedelta(minutes=1)
 _SHOWN = 8
 
@@ -185,31 +191,46 @@ def meet(group: dist.ProcessGroup) -> Rendezvous:
         numbers = dist.get_process_group_ranks(group)
         peers = tuple(PeerInfo("", number, "", 0) for number in numbers)
         return Rendezvous(peers, position, 0, timeout, group=group)
-    losses: list[str] = []
-
-    def probe() -> None:
-        # Gloo reports at once if a process of the group has ended.
-        try:
-            group.allreduce([torch.zeros(1)]).wait()
-        except RuntimeError as error:
-            losses.append(str(error))
-
-    thread = threading.Thread(target=probe, name="reshard probe", daemon=True)
-    is_probed = any(device.type == "cpu" for device in group._device_types)
-    if is_probed:
-        thread.start()
     try:
-        # Ranks arrive once per meeting, so the count of arrivals numbers the meetings.
-        generation = (store.add("arrivals", 1) - 1) // group.size()
+        generation = _find_generation(store, position)
     except RuntimeError as error:
         raise _describe_loss(error) from error
-    rendezvous = meet_at(
-        store, position, group.size(), timeout, generation, lambda: "".join(losses)
-    )
-    if is_probed:
-        # All ranks have arrived and probed, so later calls of the group follow the probes.
-        thread.join()
-    return rendezvous
+    return meet_at(store, position, group.size(), timeout, generation, _loss_finder(group))
+
+
+def _find_generation(store: Any, position: int) -> int:
+    """Return the first meeting that has not failed, and that this rank has not joined."""
+    generation = int(store.get(_GENERATION)) if store.check([_GENERATION]) else 0
+    while store.check([peer_key(generation, position)]) or store.check([_failed_key(generation)]):
+        generation += 1
+    store.set(_GENERATION, str(generation))
+    return generation
+
+
+def _loss_finder(group: dist.ProcessGroup) -> Callable[[], str]:
+    """Return a function that returns which ranks of a group have ended; empty if unknown."""
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return str
+    if not isinstance(backend, dist.ProcessGroupGloo):
+        return str
+    connections, others = Connections(backend), [*range(group.size())]
+    others.remove(group.rank())
+    begun_s = time.monotonic()
+    next_s = begun_s + _PROBE_S
+
+    def find_loss() -> str:
+        nonlocal next_s
+        now_s = time.monotonic()
+        if now_s < next_s:
+            return ""
+        # Each check leaks a few hundred bytes in gloo, so the interval grows with the time waited.
+        next_s = now_s + max(_PROBE_S, (now_s - begun_s) / 8)
+        closed = [rank for rank in others if connections.is_closed(rank)]
+        return f"the connections to {first_text(closed, _SHOWN)} are closed" if closed else ""
+
+    return find_loss
 
 
 def meet_at(
@@ -269,6 +290,10 @@ def peer_key(generation: int, position: int) -> str:
     return f"{generation}/peer/{position}"
 
 
+def _failed_key(generation: int) -> str:
+    return f"{generation}/failed"
+
+
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """Return the timeout of a process group, or None if unknown."""
     # Among several backends, the timeout of the CPU's is used.
@@ -313,6 +338,8 @@ def leave_note(store: Any, generation: int, position: int, note: str) -> None:
     """Leave the reason why a rank fails at the store, for the ranks that wait for it."""
     # If the store is gone with its rank, others notice that too.
     with contextlib.suppress(RuntimeError, ReshardError):
+        # First, so that no rank joins a meeting in which others already read notes.
+        store.set(_failed_key(generation), "")
         store.set(f"{generation}/note/{position}", json.dumps(note))
 
 

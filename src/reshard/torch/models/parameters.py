@@ -454,7 +454,7 @@ class _Lister:
             except ShardError as error:
                 self.problems.append(f"{name}: {error}")
                 return None
-        if type(local) in endpoint.WITH_MEMORY and endpoint.is_freed(local):
+        if local is not None and endpoint.is_freed(local):
             self.problems.append(f"{name}: {endpoint.FREED}")
             return None
         return local
