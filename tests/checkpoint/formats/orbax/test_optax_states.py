@@ -218,4 +218,25 @@ def test_other_optimizers_of_other_programs_are_placed() -> None:
 
 def test_paths_of_orbax_are_kept() -> None:
     paths = {"params.w": ("params", "w"), "optimizer.state.w.exp_avg": ("opt", 3, "mu", "w")}
-    assert place_states(paths, [], paths) == ({}, [])
+    assert place_states(paths, [], paths) == (paths, [])
+
+
+def test_steps_of_many_parameters_are_placed_in_linear_time() -> None:
+    """They share a count, which is read under all of their names."""
+
+    class CountedName(str):
+        __slots__ = ()
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            CountedName.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    parameters = [f"layers.{number}.weight" for number in range(300)]
+    steps = [CountedName(f"optimizer.state.{name}.step") for name in parameters]
+    means = [f"optimizer.state.{name}.exp_avg" for name in parameters]
+    found, _ = place_states([*parameters, *means, *steps], [], {})
+    assert {found[step] for step in steps} == {("opt_state", 0, "count")}
+    assert CountedName.compared < 20 * len(steps)

@@ -170,10 +170,14 @@ def is_count(path: TreePath) -> bool:
 def place_states(
     tensors: Iterable[str], values: Iterable[str], paths: Mapping[str, TreePath]
 ) -> tuple[dict[str, TreePath], list[TreePath]]:
-    """Return paths for training state that a tree of Optax lacks, and the paths of empty states.
+    """Return the path of each tensor and value in a new tree, and the paths of empty states.
 
     State that would be read under another name, such as `exp_avg_sq` of a parameter without
     `exp_avg`, gets the path of its own name.
+
+    Args:
+        tensors, values: their names.
+        paths: the paths that some of them had in the source; the others get those of Optax.
 
     >>> place_states(["w", "optimizer.state.w.exp_avg", "optimizer.state.w.step"], [], {})[0]
     {'w': ('params', 'w'), 'optimizer.state.w.exp_avg': ('opt_state', 0, 'mu', 'w'),
@@ -186,15 +190,20 @@ def place_states(
     while True:
         placed, empty = _place_all(names, {**paths, **plain})
         placed |= plain
-        own = {name: placed.get(name) or paths.get(name, (name,)) for name in tensors}
-        read = name_states(own.values())
+        result = {name: placed.get(name) or paths.get(name, (name,)) for name in names}
+        # A step count is read under a name for each parameter.
+        read = {
+            (path, name)
+            for path, own in name_states(result[name] for name in tensors).items()
+            for name in own
+        }
         misread = {
             name: ("optimizer", "state", *parameter.split("."), key)
             for name, (parameter, key) in states.items()
-            if name not in plain and name not in read[own[name]]
+            if name not in plain and (result[name], name) not in read
         }
         if not misread:
-            return placed, empty
+            return result, empty
         plain |= misread
 
 

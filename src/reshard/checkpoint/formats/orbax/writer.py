@@ -131,16 +131,14 @@ def _check_tensor(name: str, tensor: PlannedTensor) -> None:
 def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, tree.TreePath]]:
     """Return the plain values that Orbax can store, and the paths of tensors and values."""
     placed, empty = place_states(new.tensors, new.values, new.paths)
-    paths: dict[str, tree.TreePath] = {}
-    for name in new.tensors:
-        paths[name] = placed.get(name) or new.paths.get(name, (name,))
+    paths = {name: placed[name] for name in new.tensors}
     values: dict[str, Any] = {}
     for path in empty:
         name = ".".join(map(str, path))
         if name not in new.values:
             values[name], paths[name] = None, path
     for name, value in new.values.items():
-        path = placed.get(name) or new.paths.get(name, (name,))
+        path = placed[name]
         leaves = tree.flatten(path, value)
         if all(tree.kind_of(inner) is not None for _, inner in leaves) and all(
             isinstance(key, str | int) for leaf, _ in leaves for key in leaf
