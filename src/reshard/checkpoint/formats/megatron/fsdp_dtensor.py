@@ -17,25 +17,27 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.formats.megatron import MegatronFormat
+from reshard.checkpoint.formats.megatron import MegatronFormat, find_iteration
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
-from reshard.checkpoint.storage.filesystem import read_file
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.formats.source_sharding import SourceSharding
 
 FORMAT_NAME = "megatron-fsdp"
 _STEP_FOLDER = r"iter_\d{7}|release"
 _META = "optimizer.param_to_group_meta."
 # Megatron saves its own version, also without an optimizer.
-_VERSION = b"checkpoint_version"
+_VERSION = "checkpoint_version"
 _HALF = r"_[wv]$"
 # Larger objects are not settings of a group.
 _LARGEST_VALUE_BYTES = 1 << 20
 
 
 def read(folder: Path) -> Checkpoint:
-    """Describe the checkpoint of a step; a checkpoint with other names is left unchanged.
+    """Describe the checkpoint of a step; one of another program is left unchanged.
 
     Raises:
         CheckpointError, FormatError, CoverageError: as a distributed checkpoint of PyTorch.
@@ -47,7 +49,7 @@ def read(folder: Path) -> Checkpoint:
     from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 
     result = read_chunks(folder)
-    if not any(name.startswith("model.module.") for name in result.tensors):
+    if not _is_of_fsdp(result):
         return result
     state, metas, items = PlainValues(), dict[str, dict[str, Any]](), {}
     for name, item in result.items.items():
@@ -86,16 +88,19 @@ def read(folder: Path) -> Checkpoint:
     )
 
 
-def _is_of_fsdp(path: Path) -> bool:
-    """Return whether names that only Megatron FSDP has are in the metadata of a checkpoint.
+def _is_of_fsdp(checkpoint: Checkpoint) -> bool:
+    """Return whether a distributed checkpoint of PyTorch is a save of Megatron FSDP.
 
     Names of weights do not suffice: any wrapped model has `model.module.`.
     """
-    from reshard.checkpoint.formats.torch_dcp.reader import MAX_METADATA_BYTES
-
-    # Names are stored as they are, so the pickle need not be parsed.
-    content = read_file(path, MAX_METADATA_BYTES)
-    return _META.encode() in content or (b"model.module." in content and _VERSION in content)
+    if not any(name.startswith("model.module.") for name in checkpoint.tensors):
+        return False
+    # Resolved, since the path may be `.`, which lacks a name.
+    return (
+        re.fullmatch(_STEP_FOLDER, checkpoint.folder.resolve().name) is not None
+        or _VERSION in checkpoint.items
+        or any(name.startswith(_META) for name in checkpoint.items)
+    )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -140,14 +145,18 @@ class MegatronFsdpFormat(MegatronFormat):
     evidence = f"`{METADATA_NAME}` with the names of Megatron FSDP"
 
     def detect_step(self, folder: Path) -> bool:
-        """Return whether a folder that is named for a step has a distributed checkpoint, or one of
-        another name has the checkpoint of Megatron FSDP.
+        """Return whether a folder has a distributed checkpoint, whose names `read` looks at.
+
+        It is the checkpoint of PyTorch if it has other names. Its metadata are read once, which
+        from a store takes a while.
         """
-        path = folder / METADATA_NAME
-        if not path.is_file() or (folder / "common.pt").exists():
-            return False
-        # Resolved, since the path may be `.`, which lacks a name.
-        return re.fullmatch(_STEP_FOLDER, folder.resolve().name) is not None or _is_of_fsdp(path)
+        return (folder / METADATA_NAME).is_file() and not (folder / "common.pt").exists()
+
+    def open_sharded(self, path: Path, sharding: SourceSharding) -> Checkpoint:
+        """Open as a distributed checkpoint of PyTorch, which specifies its shardings."""
+        from reshard.checkpoint.formats.torch_dcp import FORMAT
+
+        return FORMAT.open_sharded(find_iteration(path) or path, sharding)
 
     def read_step(self, folder: Path) -> Checkpoint:
         """Describe the distributed checkpoint."""
