@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from functools import lru_cache
 from pathlib import Path
@@ -64,17 +64,13 @@ from reshard.checkpoint.naming.renaming import (
 )
 from reshard.checkpoint.naming.selection import list_left_out, select_from
 from reshard.checkpoint.options import AUTO, NO_RECIPE, ConversionRequest
-from reshard.checkpoint.storage.filesystem import (
-    read_json_file,
-    resolve_links,
-    translate_os_errors,
-)
+from reshard.checkpoint.storage.filesystem import resolve_links, translate_os_errors
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
 from reshard.checkpoint.training.model_sets import bare_name, is_auxiliary
 from reshard.checkpoint.training.state import find_training_state
 from reshard.checkpoint.training.state_sharding import StateSharding
 from reshard.dtypes import DType, dtype
-from reshard.errors import FormatError, RecipeError, UsageError
+from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.adapters import is_of_adapter
@@ -155,8 +151,6 @@ def plan_conversion(
     checkpoint = named.checkpoint
     write_plan, single_file = plan_files(request, target, checkpoint, tensors, request.mesh)
     notes = [*checkpoint.notes, *_describe_order(request), *placement_notes, *checked]
-    if single_file is None:
-        notes += _describe_damaged_config(checkpoint)
     is_model_folder = request.is_whole and request.target_format.name == HuggingFaceFormat.name
     if is_model_folder and find_training_state(checkpoint) is not None:
         notes.append(
@@ -182,20 +176,6 @@ def _describe_order(request: ConversionRequest) -> tuple[str, ...]:
     if request.mesh is None or not isinstance(request.to, str) or "=" not in request.to:
         return ()
     return describe_order(request.mesh, DeviceMesh.parse(request.to))
-
-
-def _describe_damaged_config(source: Checkpoint) -> Iterator[str]:
-    """Yield a note on each config of a model that is copied and cannot be read.
-
-    A conversion that needs the config has raised this as an error.
-    """
-    for name in ("config.json", "adapter_config.json"):
-        if name not in source.carried:
-            continue
-        try:
-            read_json_file(source.folder / name)
-        except FormatError as error:
-            yield f"{error}; it is copied as it is, and programs cannot load the target by it"
 
 
 def _check_architecture(

@@ -20,7 +20,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -64,6 +64,7 @@ from reshard.checkpoint.processes import (
 from reshard.checkpoint.storage.filesystem import (
     describe_two_renames,
     open_new,
+    read_json_file,
     sync_folders_under,
     translate_os_errors,
     write_files,
@@ -78,7 +79,14 @@ from reshard.checkpoint.storage.threads import (
     run_in_threads,
 )
 from reshard.elements import CastCounts
-from reshard.errors import DigestError, InterruptedRunError, ReshardError, RunError, UsageError
+from reshard.errors import (
+    DigestError,
+    FormatError,
+    InterruptedRunError,
+    ReshardError,
+    RunError,
+    UsageError,
+)
 from reshard.log import LOGGER
 from reshard.runs import IntArray
 from reshard.system import release_freed_memory, sync
@@ -414,6 +422,8 @@ class _ConversionRun:
             self.notes += (f"another file that is not copied: {name} ({HIDDEN})",)
         with translate_os_errors("write the other files", content):
             write_files(content, {**copied, **added})
+        self.notes += tuple(_describe_damaged_configs(content, copied))
+        with translate_os_errors("write the manifest", content):
             # 3. The manifest is last, as it contains the digests of everything written before.
             manifest = manifest_of(
                 write_plan.format,
@@ -429,6 +439,20 @@ class _ConversionRun:
                 file.writelines(piece.encode() for piece in manifest.json_pieces())
                 file.flush()
                 sync(file.fileno())
+
+
+def _describe_damaged_configs(folder: Path, copied: Collection[str]) -> Iterator[str]:
+    """Yield a note on each copied config of a model that is damaged.
+
+    A conversion that needs the config has raised this as an error.
+    """
+    for name in ("config.json", "adapter_config.json"):
+        try:
+            if name in copied:
+                read_json_file(folder / name)
+        except FormatError as error:
+            problem = str(error).removeprefix(f"{folder / name} ")
+            yield f"{name} {problem}; it was copied as it is, and programs cannot load it"
 
 
 def run_conversion(
