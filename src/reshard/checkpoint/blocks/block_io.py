@@ -280,6 +280,15 @@ class BlockMemory(Record, eq=False):
             yield memory[begin : begin + size]
 
 
+#: The digests of the blocks of each section.
+SectionDigests = list[list[bytes]]
+
+
+def digest_blocks(blocks: Sequence[BlockMemory]) -> SectionDigests:
+    """Return the digests of the blocks of each section."""
+    return [list(map(block_digest, of_section)) for of_section in blocks]
+
+
 class _Stretch(NamedTuple):
     """Pieces `low` to `high`: the same span of all tensors of a section.
 
@@ -504,6 +513,19 @@ class BlockReader(_BlockFiles):
             self._copy(sections, pieces, chosen, span_memory, at, blocks, into_blocks=True)
         return blocks
 
+    def read_digested(
+        self, sections: Sequence[Section], workspace: Workspace
+    ) -> tuple[list[BlockMemory], SectionDigests]:
+        """Return blocks as `read` does, and their digests, checked against recorded digests.
+
+        Raises:
+            DigestError: bytes that differ from those written.
+        """
+        blocks = self.read(sections, workspace)
+        digests = digest_blocks(blocks)
+        self.verify_digests(sections, digests)
+        return blocks, digests
+
     def _read_in_place(
         self, sections: Sequence[Section], pieces: _FilePieces, buffer: AlignedBuffer
     ) -> list[BlockMemory] | None:
@@ -580,15 +602,16 @@ class BlockReader(_BlockFiles):
         if self._watch is not None:
             self._watch(name, start_bytes, region.memory)
 
-    def verify_digests(self, section: Section, digests: Sequence[bytes]) -> None:
-        """Compare the digests of a section's blocks with the recorded digests, if any.
+    def verify_digests(self, sections: Sequence[Section], digests: SectionDigests) -> None:
+        """Compare the digests of the blocks of sections with the recorded digests, if any.
 
         Raises:
             DigestError: bytes that differ from those written.
         """
         if self.columns.digests is not None:
-            for row, digest in zip(section.rows.tolist(), digests, strict=True):
-                self.verify_digest(section.block, digest, row)
+            for section, of_section in zip(sections, digests, strict=True):
+                for row, digest in zip(section.rows.tolist(), of_section, strict=True):
+                    self.verify_digest(section.block, digest, row)
 
     def verify_digest(self, block: int, digest: bytes, row: int = 0) -> None:
         """Compare the digest of a block with the recorded digest, if any.

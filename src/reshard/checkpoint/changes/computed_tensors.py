@@ -29,9 +29,11 @@ from reshard.checkpoint.blocks.block_io import (
     BlockReader,
     OpenFiles,
     Section,
+    SectionDigests,
     Watch,
     Workspace,
     aligned_bytes,
+    digest_blocks,
 )
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
@@ -269,10 +271,6 @@ class ConstantTensor(Record):
         return CastCounts()
 
 
-#: The digests of the blocks of each section.
-SectionDigests = list[list[bytes]]
-
-
 class ChangedReader:
     """Reads batches of the blocks of `target`, from `source` or by `computed`.
 
@@ -334,19 +332,12 @@ class ChangedReader:
             inputs = self._reader.read(read, workspace.for_inputs())
             # The recorded digests are of the elements before the cast.
             if self._reader.columns.digests is not None:
-                self._expect_digests(read, _digest(inputs))
+                self._reader.verify_digests(read, digest_blocks(inputs))
             blocks, counts = cast_blocks(inputs, types, workspace.block.memory)
             if self._note is not None and counts != CastCounts():
                 self._note(counts)
-            return blocks, _digest(blocks)
-        blocks = self._reader.read(read, workspace)
-        digests = _digest(blocks)
-        self._expect_digests(read, digests)
-        return blocks, digests
-
-    def _expect_digests(self, read: Sequence[Section], digests: SectionDigests) -> None:
-        for section, of_section in zip(read, digests, strict=True):
-            self._reader.verify_digests(section, of_section)
+            return blocks, digest_blocks(blocks)
+        return self._reader.read_digested(read, workspace)
 
     def _compute(
         self, sections: Sequence[Section], workspace: Workspace
@@ -367,7 +358,3 @@ class ChangedReader:
             blocks.append(BlockMemory(memory, np.array(at, dtype=np.int64), size))
             digests.append(of_section)
         return blocks, digests
-
-
-def _digest(blocks: Sequence[BlockMemory]) -> SectionDigests:
-    return [list(map(block_digest, of_section)) for of_section in blocks]

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -477,14 +478,8 @@ def _read(
         DigestError: bytes that differ from the bytes that were written.
         RunError: a file that cannot be read.
     """
-    blocks, digests = [], []
-    for section, of_section in zip(sections, reader.read(sections, workspace), strict=True):
-        contents = [*of_section]
-        own = [block_digest(block) for block in contents]
-        reader.verify_digests(section, own)
-        blocks += contents
-        digests += own
-    return blocks, digests
+    blocks, digests = reader.read_digested(sections, workspace)
+    return [*itertools.chain.from_iterable(blocks)], [*itertools.chain.from_iterable(digests)]
 
 
 def _list_known(reader: BlockReader, sections: Sequence[Section]) -> list[bytes | None]:
