@@ -232,6 +232,17 @@ class RunTable(Interned):
         """Return every run individually, sorted by part and local position."""
         return self._single
 
+    def splits_groups(self, size: int) -> NDArray[np.bool_]:
+        """Return for each single run whether it splits groups of `size` consecutive indices.
+
+        The groups of a whole run are also whole in the memory of its part.
+        """
+        runs, length = self._single, self.dimension_length
+        ends = (runs.stop % size == 0) | (runs.stop == length)
+        splits: NDArray[np.bool_]
+        splits = (runs.start % size != 0) | ~ends | (runs.local_start % size != 0)
+        return splits
+
     @cached_property
     def max_local_length(self) -> int:
         """The largest local length of any part."""

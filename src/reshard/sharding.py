@@ -455,15 +455,23 @@ def spec(mesh: DeviceMesh, text: str, *, ndim: int | None = None) -> ShardingSpe
         raise type(error)(f"{error} (in the sharding `{text}` over the mesh {mesh.text})") from None
 
 
-def _parse(mesh: DeviceMesh, text: str, ndim: int | None) -> ShardingSpec:
-    # Without blanks in brackets, items can be split at the remaining blanks.
-    dims, bar, marks = _pack_brackets(text).partition("|")
-    items = [item.strip() for item in split_outside_brackets(dims, ",")]
-    if not dims.strip():
-        items = []
+def split_dims(text: str, ndim: int | None) -> list[str]:
+    """Return the text of each dimension of a sharding, with a single `...` written out.
+
+    >>> split_dims("ep / fsdp, ...", 3)
+    ['ep / fsdp', '-', '-']
+    """
+    items = [item.strip() for item in split_outside_brackets(text, ",")] if text.strip() else []
     if items.count("...") == 1 and ndim is not None:
         at = items.index("...")
         items[at : at + 1] = ["-"] * max(0, ndim - len(items) + 1)
+    return items
+
+
+def _parse(mesh: DeviceMesh, text: str, ndim: int | None) -> ShardingSpec:
+    # Without blanks in brackets, items can be split at the remaining blanks.
+    dims, bar, marks = _pack_brackets(text).partition("|")
+    items = split_dims(dims, ndim)
     if "..." in items:
         raise NotationError("`...` can be used once, and only if the number of dimensions is known")
     replicated, partial, reduction, only = _parse_marks(marks if bar else "")

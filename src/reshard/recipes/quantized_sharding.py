@@ -46,7 +46,7 @@ from reshard.recipes.quantization import QuantizedWeight, Shape, Shapes, StoredD
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.runs import PAD, RunTable
-from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.sharding import DimSpec, Level, ShardingSpec, split_dims
 
 # The number of sizes of an axis that are tried for the advice in an error.
 _MAX_SIZES = 256
@@ -87,10 +87,8 @@ def find_cut_group(table: RunTable, group: int) -> tuple[int, int, int] | None:
     >>> find_cut_group(Ceil().table(384, 2), 128)
     (0, 0, 192)
     """
-    runs, length = table.single_runs(), table.dimension_length
-    ends = (runs.stop % group == 0) | (runs.stop == length)
-    cut = (runs.start % group != 0) | ~ends | (runs.local_start % group != 0)
-    cut &= runs.role != PAD
+    runs = table.single_runs()
+    cut = table.splits_groups(group) & (runs.role != PAD)
     if not cut.any():
         return None
     at = int(np.flatnonzero(cut)[0])
@@ -218,7 +216,6 @@ def _find_touched(table: RunTable, elements: int, indices: int, stored_length: i
 
 
 # A comma in brackets separates the numbers of a cut rule.
-_OUTSIDE_BRACKETS = r"(?![^\[]*\])"
 
 
 class FoldedWeights:
@@ -347,13 +344,9 @@ def _list_named_cuts(spec: str, ndim: int) -> list[tuple[int, str]]:
     >>> _list_named_cuts("ep / fsdp, etp@{feed_forward}@blocks[{a},{b}], ...", 4)
     [(1, 'feed_forward'), (1, 'a'), (1, 'b')]
     """
-    items = [item.strip() for item in re.split("," + _OUTSIDE_BRACKETS, spec.partition("|")[0])]
-    if "..." in items:
-        at = items.index("...")
-        items[at : at + 1] = ["-"] * max(0, ndim - len(items) + 1)
     return [
         (d, name.strip())
-        for d, item in enumerate(items)
+        for d, item in enumerate(split_dims(spec.partition("|")[0], ndim))
         for name in re.findall(r"\{([^{}]*)\}", item)
         if d < ndim
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -111,21 +112,6 @@ def _as_text(before: str, after: str, out: str, report: DeltaReport) -> list[str
 
 
 def _as_json(before: str, after: str, out: str, report: DeltaReport) -> dict[str, Any]:
-    return {
-        "before": before,
-        "after": after,
-        "delta": out,
-        "tensors": report.tensors,
-        "changed": list(report.changed),
-        "added": list(report.added),
-        "replaced": list(report.replaced),
-        "removed": list(report.removed),
-        "blocks": report.blocks,
-        "changed_blocks": report.changed_blocks,
-        "changed_bytes": report.changed_bytes,
-        "payload_bytes": report.payload_bytes,
-        "size_bytes": report.size_bytes,
-        "read_bytes": report.read_bytes,
-        "seconds_s": report.seconds_s,
-        "notes": list(report.notes),
-    }
+    fields = dataclasses.asdict(report)
+    del fields["path"]
+    return {"before": before, "after": after, "delta": out, **fields}

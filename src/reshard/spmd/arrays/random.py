@@ -36,7 +36,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.creation import read_shape
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
 from reshard.spmd.core.array_type import ArrayType, plain_spec, settled
-from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
+from reshard.spmd.core.local_work import Function, LocalWork, have_plain_parts
 from reshard.spmd.core.operator import ship
 from reshard.spmd.core.result_types import asked, kind_of
 from reshard.spmd.ops import data_types, elementwise, reductions
@@ -275,7 +275,7 @@ ship(
     ([(2,), (4, 8)], {}),
     family="creation",
     local=_draw_kernel,
-    knows_place=lambda specs, shapes, attributes: all(map(has_plain_parts, specs)),
+    knows_place=have_plain_parts,
     result_types=asked,
     note="a part draws the numbers of its places: the same for every sharding",
     is_constant=True,

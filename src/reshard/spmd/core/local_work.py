@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -116,6 +116,16 @@ def _find_stretches(layout: Layout, rank: int, axis: int) -> list[Stretch]:
 def has_plain_parts(spec: ShardingSpec) -> bool:
     """Return whether every part of each dimension is a single interval."""
     return all(level.rule.is_default for dim in spec.dim_specs for level in dim.levels)
+
+
+def have_plain_parts(
+    specs: Sequence[ShardingSpec], shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]
+) -> bool:
+    """Return whether ranks know the places of their parts: each is a single interval.
+
+    This is the `knows_place` of operators whose functions find the offset of their part.
+    """
+    return all(map(has_plain_parts, specs))
 
 
 def part_lengths(spec: ShardingSpec, axis: int, size: int) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from reshard.spmd import namespace
 from reshard.spmd.core.local_work import Function, LocalWork, MakeLocal, by_name
 from reshard.spmd.rules.rule_builder import Inferred, Shape, replicated_rule
 from reshard.spmd.rules.sharding_rule import OpShardingRule
+from reshard.spmd.rules.templates import Template
 
 Linear = Literal["each", "one", "none"] | tuple[int, ...]
 """Which operands may be partial sums, so that the result is a partial sum:
@@ -477,6 +478,32 @@ def register(operator: Operator) -> Operator:
     return operator
 
 
+def infer_by_own_rule(name: str, rule: Any, shapes: Sequence[Shape]) -> Inferred:
+    """Return an operator as a user's rule, or its text, describes it for some shapes.
+
+    Raises SpecError if it is neither, or is for other shapes.
+    """
+    if isinstance(rule, str):
+        # With its sizes or without: they are the operands'.
+        template = Template.parse(rule)
+        try:
+            rule = template.rule(*shapes)
+        except SpecError as error:
+            raise SpecError(f"{name}: {error}") from None
+    if not isinstance(rule, OpShardingRule):
+        raise SpecError(
+            f"the rule of {name} is {rule!r}; return an OpShardingRule or its text, such as "
+            "([i, j]) -> ([i]) reduction={j}"
+        )
+    # If the factors' sizes do not multiply to the shapes, shards would have wrong sizes.
+    if rule.operand_shapes != tuple(shapes):
+        raise SpecError(
+            f"the rule {rule} of {name} is for operands {rule.operand_shapes}, but they are "
+            f"{tuple(shapes)}; its factors' sizes must make up their shapes"
+        )
+    return Inferred(rule, rule.result_shapes)
+
+
 def _check_replaceable(name: str) -> None:
     if name in shipped_operators() and _table[name].has_rule:
         raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
@@ -521,21 +548,7 @@ def rule(
     def add(function: RuleFunction) -> RuleFunction:
         # The result of a user's function may depend on the shapes: it is checked at each use.
         def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
-            result = function(shapes, **attributes)
-            if isinstance(result, str):
-                result = OpShardingRule.parse(result)
-            if not isinstance(result, OpShardingRule):
-                raise SpecError(
-                    f"the rule of {name} is {result!r}; return an OpShardingRule or its text, such "
-                    "as ([i, j]) -> ([i]) {i=4, j=8} reduction={j}"
-                )
-            # If the factors' sizes do not multiply to the shapes, shards would have wrong sizes.
-            if result.operand_shapes != tuple(shapes):
-                raise SpecError(
-                    f"the rule {result} of {name} is for operands {result.operand_shapes}, but "
-                    f"they are {tuple(shapes)}; its factors' sizes must make up their shapes"
-                )
-            return Inferred(result, result.result_shapes)
+            return infer_by_own_rule(name, function(shapes, **attributes), shapes)
 
         register(
             Operator(

@@ -14,7 +14,7 @@ The operations on rows are linear, and their pullbacks are built from the same o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any
 
@@ -242,13 +242,7 @@ class ExpertRouting:
                 f"[{self.count}, {rows.shape[-1]}, e] were expected"
             )
 
-        def compute() -> list[Any]:
-            parts = zip(self._parts, rows._shards, matrices._shards, strict=True)
-            library = self.runner.library
-            return [
-                grouped_product(library, local_rows, local_matrices, self._ends(part))
-                for part, local_rows, local_matrices in parts
-            ]
+        compute = partial(self._compute_grouped, grouped_product, rows, matrices)
 
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
             return [self.multiply(g, matrix_transpose(matrices)), self._outer(rows, g)]
@@ -261,19 +255,20 @@ class ExpertRouting:
         rows, others = self._take_rows(rows), self._take_rows(others)
         shape = self.count, rows.shape[-1], others.shape[-1]
 
-        def compute() -> list[Any]:
-            parts = zip(self._parts, rows._shards, others._shards, strict=True)
-            library = self.runner.library
-            return [
-                grouped_outer(library, local_rows, local_others, self._ends(part))
-                for part, local_rows, local_others in parts
-            ]
+        compute = partial(self._compute_grouped, grouped_outer, rows, others)
 
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
             return [self.multiply(others, matrix_transpose(g)), self.multiply(rows, g)]
 
         kind = ArrayType(shape, rows.dtype, self._cut_experts(len(shape), pending=True))
         return self._carry_out("expert_outer_product", (rows, others), kind, compute, pull_back)
+
+    def _compute_grouped(self, function: Callable[..., Any], left: Any, right: Any) -> list[Any]:
+        """Return the results of a function of both shards and the experts' ends, of each part."""
+        return [
+            function(self.runner.library, *shards, self._ends(part))
+            for part, *shards in zip(self._parts, left._shards, right._shards, strict=True)
+        ]
 
     @property
     def _lead(self) -> tuple[int, ...]:

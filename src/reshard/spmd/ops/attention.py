@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -29,7 +29,7 @@ from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd import namespace
 from reshard.spmd.core.backend import Library
-from reshard.spmd.core.local_work import Function, LocalWork, by_name, has_plain_parts
+from reshard.spmd.core.local_work import Function, LocalWork, by_name, have_plain_parts
 from reshard.spmd.core.operator import (
     Attributes,
     JointPullback,
@@ -550,13 +550,6 @@ def _kernels(work: LocalWork) -> list[Attention]:
     ]
 
 
-def _finds_places(
-    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
-) -> bool:
-    # The mask and cotangents are checked, too: they are sharded like the queries.
-    return all(map(has_plain_parts, specs))
-
-
 def _pull_attention(step: TapeStep, g: Any) -> tuple[Any, ...]:
     q, k, v = step.operands
     names = ("is_causal", "window", "scale")
@@ -601,7 +594,7 @@ networks.register(
     linear=(2,),
     work=_work_of_attention,
     local=_attention_kernel,
-    knows_place=_finds_places,
+    knows_place=have_plain_parts,
     note="heads are cut by groups of keys; keys are whole along their sequence",
     pullback=JointPullback(_pull_attention),
 )
@@ -779,7 +772,7 @@ networks.register(
     ([*_HEADS, (2, 8, 5, 32)], {}),
     work=_work_of_gradient,
     local=_attention_gradient_kernel,
-    knows_place=_finds_places,
+    knows_place=have_plain_parts,
     note="weights are found again; queries that are cut have contributions",
     pullback=JointPullback(_pull_attention_gradient),
 )

@@ -9,7 +9,7 @@ places that looked them up, added.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from reshard._validation import check_int
 from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.backend import library_of
-from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
+from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts, have_plain_parts
 from reshard.spmd.core.operator import OperatorClass, TapeStep, ship
 from reshard.spmd.core.result_types import index, kind_of, of_first
 from reshard.spmd.ops import data_types, elementwise, movement
@@ -132,13 +132,6 @@ def _look_up_own_rows(
     return [lambda x, indices, start=start: here(x, indices, start) for start in starts]
 
 
-def _finds_own_rows(
-    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
-) -> bool:
-    """Return whether ranks can look up their own rows: every part must be a single interval."""
-    return all(map(has_plain_parts, specs))
-
-
 def _add_at(x: Any, indices: Any, updates: Any, axis: int) -> Any:
     """Return zeros like an array, with updates added to slices of an axis."""
     attributes = {"axis": axis, "mode": "add"}
@@ -150,7 +143,7 @@ _register_lookup(
     take_rule,
     ([(100, 8), (4,)], {"axis": 0}),
     local=_take_kernel,
-    knows_place=_finds_own_rows,
+    knows_place=have_plain_parts,
     pullback=lambda step, g, number: _add_at(
         step.operands[0], step.operands[1], g, step.attributes["axis"]
     ),
@@ -246,7 +239,7 @@ _register_lookup(
     take_along_axis_rule,
     ([(4, 8), (4, 3)], {"axis": 1}),
     local=_take_along_kernel,
-    knows_place=_finds_own_rows,
+    knows_place=have_plain_parts,
     pullback=lambda step, g, number: add_along(
         step.operands[0], step.operands[1], g, step.attributes["axis"]
     ),
@@ -661,7 +654,7 @@ register(
     linear=(0, 2),
     linear_if=_adds,
     local=_scatter_kernel,
-    knows_place=_finds_own_rows,
+    knows_place=have_plain_parts,
     result_types=of_first,
     note="a part keeps the updates of its own slices; linear where it adds",
     pullback=_pull_scatter,

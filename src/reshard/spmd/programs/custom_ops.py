@@ -25,6 +25,7 @@ from reshard.spmd.core.operator import (
     Operator,
     ResultTypes,
     Work,
+    infer_by_own_rule,
     no_operations,
     operators,
     register,
@@ -226,23 +227,9 @@ def _make_infer(name: str, rule: Rule, function: Function) -> Infer:
             except SpecError as error:
                 raise SpecError(f"{name}: {error}") from None
             return Inferred(inferred, inferred.result_shapes)
-        inferred = rule(shapes, **attributes)
-        if isinstance(inferred, str):
-            # With its sizes or without: they are the operands'.
-            inferred = Template.parse(inferred).rule(*shapes)
-        if not isinstance(inferred, OpShardingRule):
-            raise SpecError(
-                f"the rule of {name} is {inferred!r}; return an OpShardingRule or its text, such "
-                "as ([i, j]) -> ([i]) reduction={j}"
-            )
-        _check_counted(name, inferred)
-        # A rule for other sizes would shard at the wrong places.
-        if inferred.operand_shapes != tuple(shapes):
-            raise SpecError(
-                f"the rule {inferred} of {name} is for operands {inferred.operand_shapes}, but "
-                f"they are {tuple(shapes)}; its factors' sizes must make up their shapes"
-            )
-        return Inferred(inferred, inferred.result_shapes)
+        result = infer_by_own_rule(name, rule(shapes, **attributes), shapes)
+        _check_counted(name, result.rule)
+        return result
 
     return infer
 

@@ -351,9 +351,7 @@ class OverProcesses(Runner):
 
     def transport(self, source: ArrayType, spec: ShardingSpec) -> Transport:
         """Return how the shards of an array are moved to another sharding."""
-        before = source.spec or replicated(spec.mesh, source.ndim)
-        plan = LayoutChange(before.layout(source.shape), spec.layout(source.shape))
-        if not plan.moved_elements and plan.target.reduction is None:
+        if not self.is_moved(source, spec):
             return "here"
         # Between hosts, ranks agree on each direct exchange separately.
         program = chosen_program(source, spec)

@@ -142,6 +142,13 @@ class Runner:
         """Return the failure of a rank, or None if no rank failed. All ranks get the same."""
         return failure
 
+    def is_moved(self, source: ArrayType, spec: ShardingSpec) -> bool:
+        """Return whether elements move between ranks when an array is moved to another sharding."""
+        before = source.spec or replicated(spec.mesh, source.ndim)
+        change = LayoutChange(before.layout(source.shape), spec.layout(source.shape))
+        # Contributions are made anew even if no elements move, for example from copies.
+        return bool(change.moved_elements) or change.target.reduction is not None
+
     def transport(self, source: ArrayType, spec: ShardingSpec) -> Transport:
         """Return how the shards of an array are moved to another sharding."""
         return "here"

@@ -27,7 +27,7 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.core.array_type import ArrayType, replicated
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.backend import Library, library
 from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Operator
@@ -119,11 +119,7 @@ class AbstractRunner(Runner):
 
     def transport(self, source: ArrayType, spec: ShardingSpec) -> Transport:
         """Return how an array is resharded over the processes of a host."""
-        before = source.spec or replicated(spec.mesh, source.ndim)
-        plan = LayoutChange(before.layout(source.shape), spec.layout(source.shape))
-        # Contributions are made anew even if no elements move, for example from copies.
-        is_here = not plan.moved_elements and plan.target.reduction is None
-        return "here" if is_here else "messages"
+        return "messages" if self.is_moved(source, spec) else "here"
 
     def _find_ranks(self, mesh: DeviceMesh) -> tuple[int, ...]:
         return mesh.devices

@@ -67,7 +67,6 @@ class FilledBuckets:
         """Mark the events that a batch completes."""
         self._gate.end(number)
         # Before the events are set, so that those who wait for them can take the guard.
-        # Before the events are set, so that those who wait for them can take the guard.
         self._held.close()
         for event, need in zip(self._events, self._needs, strict=True):
             if need == number and not event.is_done:

@@ -281,10 +281,7 @@ def in_blocks(layout: Layout, block: tuple[int, int]) -> Layout | str:
     for dimension, size in zip((-2, -1), block, strict=True):
         table = tables[dimension]
         runs, length = table.single_runs(), table.dimension_length
-        ends = (runs.stop % size == 0) | (runs.stop == length)
-        # Runs that do not begin and end at blocks, or that split blocks in their rank's memory.
-        cuts = (runs.start % size != 0) | ~ends | (runs.local_start % size != 0)
-        cuts |= runs.role == PAD
+        cuts = table.splits_groups(size) | (runs.role == PAD)
         if cuts.any():
             first = runs.take(cuts)
             return (

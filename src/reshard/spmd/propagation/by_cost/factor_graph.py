@@ -324,15 +324,11 @@ def find_order(
     # variables by the size of their joined table. Variables without a choice stay: without them,
     # scopes are as few axes as they can be.
     tables_of: list[dict[int, tuple[int, ...]]] = [{} for _ in choices]
-    neighbours = [{variable} for variable in range(len(choices))]
-    for number, scope in enumerate(scopes):
-        open_ = tuple([v for v in scope if choices[v] > 1])
-        for variable in open_:
-            tables_of[variable][number] = open_
-            neighbours[variable].update(open_)
-    sizes = [math.prod([choices[v] for v in some]) for some in neighbours]
-    waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
-    heapq.heapify(waiting)
+    open_scopes = [tuple([v for v in scope if choices[v] > 1]) for scope in scopes]
+    for number, scope in enumerate(open_scopes):
+        for variable in scope:
+            tables_of[variable][number] = scope
+    neighbours, sizes, waiting = _find_neighbours(choices, open_scopes)
     order: list[EliminationStep] = []
     next_number = len(scopes)
     while waiting:
@@ -386,6 +382,23 @@ def find_order(
     return order
 
 
+def _find_neighbours(
+    choices: Sequence[int], scopes: Sequence[tuple[int, ...]]
+) -> tuple[list[set[int]], list[int], list[tuple[int, int]]]:
+    """Return the variables adjacent to each, and the size of their joined table.
+
+    The third result is a heap of the variables with a choice, by that size.
+    """
+    neighbours = [{variable} for variable in range(len(choices))]
+    for scope in scopes:
+        for variable in scope:
+            neighbours[variable].update(scope)
+    sizes = [math.prod([choices[v] for v in some]) for some in neighbours]
+    waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
+    heapq.heapify(waiting)
+    return neighbours, sizes, waiting
+
+
 def find_cut_set(
     choices: Sequence[int],
     scopes: Sequence[tuple[int, ...]],
@@ -406,14 +419,8 @@ def find_cut_set(
     >>> sorted(find_cut_set((2, 2, 2, 2), [(0, 1), (1, 2), (2, 3), (0, 3)], 4))
     [0]
     """
-    neighbours = [{variable} for variable in range(len(choices))]
-    for scope in scopes:
-        open_ = [v for v in scope if choices[v] > 1]
-        for variable in open_:
-            neighbours[variable].update(open_)
-    sizes = [math.prod([choices[v] for v in some]) for some in neighbours]
-    waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
-    heapq.heapify(waiting)
+    open_scopes = [tuple([v for v in scope if choices[v] > 1]) for scope in scopes]
+    neighbours, sizes, waiting = _find_neighbours(choices, open_scopes)
     cut_set: set[int] = set()
     while waiting:
         size, variable = heapq.heappop(waiting)
