@@ -238,11 +238,14 @@ def test_the_embedding_is_over_its_rows_or_columns_by_its_shape(tmp_path: Path) 
     assert by_rows.tensors["tok_embeddings.weight"].shape == (12, 4)
 
 
-@pytest.mark.parametrize("parameters", [None, "{", "[]"])
-def test_without_parameters_the_sharding_is_not_guessed(
-    tmp_path: Path, parameters: str | None
-) -> None:
+def test_without_parameters_the_sharding_is_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"files of 2 ranks and no params.json"):
+        open_checkpoint(write_meta(tmp_path / "a", None))
+
+
+@pytest.mark.parametrize("parameters", ["{", "[]"])
+def test_damaged_parameters_are_an_error(tmp_path: Path, parameters: str) -> None:
+    with pytest.raises(FormatError, match=r"params\.json is not (a )?JSON"):
         open_checkpoint(write_meta(tmp_path / "a", parameters))
 
 
