@@ -105,6 +105,17 @@ def results_are_compared_with_the_source() -> None:
     if dist.get_rank() == 1:
         result[0, 0] = value
     begun.verify()
+    # A single element, whose stride is that of a wider tensor.
+    single, ranks = torch.zeros(1, 2)[:, 1], range(dist.get_world_size())
+    begun = redistribute(
+        torch.ones(1) if dist.get_rank() == 0 else None,
+        Layout.whole((1,), ranks, len(ranks)),
+        source=Layout.whole((1,), [0], 1),
+        dtype=torch.float32,
+        out=single,
+        async_op=True,
+    )
+    expect(begun.wait().item() == 1 and not begun.verify().left_out, f"{single}")
     terms = reshard.spec(reshard.DeviceMesh.of(x=dist.get_world_size()), "- | sum(x)")
     begun = redistribute(
         torch.ones(8),

@@ -55,7 +55,7 @@ from reshard.text import first_text
 from reshard.torch.exchange import consistency
 from reshard.torch.exchange.agreement import CallSignature, agree, confirm
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.packing.messages import Piece, RankTransfers, list_pieces
+from reshard.torch.exchange.packing.messages import Piece, RankTransfers, list_pieces, view_bytes
 from reshard.torch.exchange.timeline import span
 
 Calls = Sequence[Callable[[], None]]
@@ -372,14 +372,12 @@ def _digest(pieces: Iterable[Piece]) -> bytes:
     hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for piece in pieces:
         # The narrower of both types is sent, and its elements are exact in a wider target.
-        dense = piece.view.detach().to(piece.dtype).contiguous().flatten()
-        hasher.update(dense.view(torch.uint8).cpu().numpy())
+        hasher.update(view_bytes(piece.view.detach().to(piece.dtype)).cpu().numpy())
     return hasher.digest()
 
 
 def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    pair = [side.detach().contiguous().flatten().view(torch.uint8) for side in (first, second)]
-    return bool(torch.equal(*pair))
+    return bool(torch.equal(view_bytes(first), view_bytes(second)))
 
 
 def _call_all(calls: Calls) -> Exception | None:

@@ -37,6 +37,7 @@ from reshard._validation import check_int
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LinkError, ReshardError, RunError, UsageError
 from reshard.layout import Box, Layout
+from reshard.torch.exchange.packing.messages import view_bytes
 from reshard.torch.links.link import WeightLink, connect
 from reshard.torch.links.sync import WeightSync
 
@@ -185,8 +186,7 @@ class StreamEnd:
         used = _LENGTH_BYTES + _ENTRY_BYTES
         async for name, tensor in _iterate(weights):
             shape, kind = list(tensor.shape), as_dtype(tensor.dtype).name
-            # A tensor without dimensions cannot be viewed as bytes.
-            whole = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            whole = view_bytes(tensor.cpu())
             # In JSON a character of a name may take up to 12 bytes.
             entry = _ENTRY_BYTES + len(json.dumps(name)) + 24 * len(shape)
             if entry + used >= self.bucket_size and not table:

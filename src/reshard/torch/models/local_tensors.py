@@ -45,7 +45,7 @@ from reshard.geometry.strided_overlap import trace_copy
 from reshard.layout import Layout
 from reshard.runs import IntArray
 from reshard.torch import endpoint
-from reshard.torch.exchange.packing.messages import cut
+from reshard.torch.exchange.packing.messages import cut, view_bytes
 from reshard.torch.fully_sharded import find_groups, find_storage, list_gathered
 from reshard.torch.models.model_manifest import ModelManifest
 from reshard.torch.models.naming import resolve_tie
@@ -600,6 +600,8 @@ def sample_digest(tensor: torch.Tensor) -> str:
     True
     >>> sample_digest(torch.zeros(4, 4)) == sample_digest(torch.ones(4, 4))
     False
+    >>> sample_digest(torch.zeros(1, 2)[:, 1]) == sample_digest(torch.zeros(1))
+    True
     """
     steps = tuple(slice(None, None, max(size // _SAMPLED, 1)) for size in tensor.shape)
     return hashlib.blake2b(_bytes_of(tensor[steps]), digest_size=_DIGEST_BYTES).hexdigest()
@@ -619,5 +621,4 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    dense = tensor.detach().contiguous().cpu().reshape(-1)
-    return dense.view(torch.uint8).numpy().data if dense.numel() else b""
+    return view_bytes(tensor).cpu().numpy().data if tensor.numel() else b""

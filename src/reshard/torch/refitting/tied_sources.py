@@ -33,7 +33,7 @@ from reshard.layout import Layout
 from reshard.runs import OWNED, IntArray, RunTable
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.packing.messages import cells_of
+from reshard.torch.exchange.packing.messages import cells_of, view_bytes
 from reshard.torch.models.naming import resolve_tie
 
 Pairs = tuple[tuple[str, str], ...]
@@ -97,7 +97,8 @@ def find_difference(pairs: Iterable[tuple[str, str]], locals_of: Mapping[str, to
     """Return which tied tensors differ on this rank and what to do, or an empty text."""
     for name, other in pairs:
         local, tied = locals_of[name], locals_of[other]
-        if local.dtype != tied.dtype or not torch.equal(_bytes_of(local), _bytes_of(tied)):
+        # Compared as bytes, a NaN equals itself.
+        if local.dtype != tied.dtype or not torch.equal(view_bytes(local), view_bytes(tied)):
             return _describe_difference(name, other)
     return ""
 
@@ -285,7 +286,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _sum_words(cell: torch.Tensor, layout: Layout, number: int, word_bytes: int) -> int:
     """Return the sum of all words of a cell, times the factors of their positions."""
     itemsize_bytes, device = cell.element_size(), cell.device
-    data = _bytes_of(cell.detach())
+    data = view_bytes(cell)
     # PyTorch views elements as wider ones only from a multiple of their size on.
     if data.storage_offset() % word_bytes:
         data = data.clone()
@@ -335,8 +336,3 @@ def _mix(positions: IntArray, dimension: int) -> NDArray[np.uint64]:
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND_MIX)
     # Odd numbers are invertible modulo 2**64: a change of a single word always changes the sum.
     return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    # Compared as bytes, a NaN equals itself.
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

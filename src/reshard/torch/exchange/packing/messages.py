@@ -216,6 +216,17 @@ def _list_rows(view: torch.Tensor) -> IntArray:
     return np.stack([offsets + view.data_ptr(), np.full(len(offsets), length)], axis=1)
 
 
+def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements, row-major; a view if they are dense in memory.
+
+    >>> view_bytes(torch.zeros(3, 2, dtype=torch.int16)[:1, 1]).tolist()
+    [0, 0]
+    """
+    dense = tensor.detach().contiguous()
+    # A single element is dense with any stride, but torch views only stride 1 as bytes.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
 def row_bytes(tensor: torch.Tensor) -> int:
     """Return the length of a tensor's longest contiguous runs, in row major order.
 
@@ -381,8 +392,7 @@ class RankMessage:
         view, form = self.pieces[0]
         if form.dtype is not view.dtype or form.reduction is not None or not view.is_contiguous():
             return None
-        # A single element is dense with any stride.
-        return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
+        return view_bytes(view)
 
 
 # A rank's own contributions of an order: their key among all messages, the order, the copies.
