@@ -41,11 +41,7 @@ from reshard.checkpoint.blocks.spans import target_tiles
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed_tensors import ComputedReader
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.conversion.checksums import (
-    damaged_ranges,
-    item_digest,
-    source_checksums,
-)
+from reshard.checkpoint.conversion.checksums import damaged_ranges, item_digest, source_checksums
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, WorkItems
 from reshard.checkpoint.copy_checks import compare_copies

@@ -46,12 +46,7 @@ from reshard.geometry.holders import (
     find_replicas,
     replica_turns,
 )
-from reshard.geometry.overlap import (
-    Overlap,
-    find_key_intersections,
-    find_overlap,
-    list_combined,
-)
+from reshard.geometry.overlap import Overlap, find_key_intersections, find_overlap, list_combined
 from reshard.layout import Layout
 from reshard.runs import PAD, IntArray, distinct, ragged_numbers, ragged_ranges, ragged_rows, sum_by
 

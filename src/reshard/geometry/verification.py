@@ -21,15 +21,7 @@ from reshard.errors import PlanError
 from reshard.geometry.boxes import are_disjoint
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
-from reshard.runs import (
-    FRESH_HALO,
-    HALO,
-    OWNED,
-    IntArray,
-    RunTable,
-    joined,
-    ragged_numbers,
-)
+from reshard.runs import FRESH_HALO, HALO, OWNED, IntArray, RunTable, joined, ragged_numbers
 
 BoolArray = NDArray[np.bool_]
 

@@ -55,19 +55,9 @@ if TYPE_CHECKING:
     )
     from reshard.notation.objects import sharding_of
     from reshard.notation.partitioned import PartitionedShard
-    from reshard.notation.ragged import (
-        RaggedShard,
-        parse_ragged,
-        ragged_layout,
-        ragged_text,
-    )
+    from reshard.notation.ragged import RaggedShard, parse_ragged, ragged_layout, ragged_text
     from reshard.notation.registry import native_text, parse_native
-    from reshard.notation.scalapack import (
-        Descriptor,
-        parse_scalapack,
-        process_grid,
-        scalapack_text,
-    )
+    from reshard.notation.scalapack import Descriptor, parse_scalapack, process_grid, scalapack_text
     from reshard.notation.shardy import (
         parse_shardy,
         parse_shardy_mesh,

@@ -35,13 +35,7 @@ from collections.abc import Iterable, Sequence
 from reshard.cut_rules import Blocks, Ceil, CutRule, Heads, Padded, Pieces, Sizes, Strided
 from reshard.errors import NotationError
 from reshard.megatron.parameters import blocks_rule, tensor_parallel_spec
-from reshard.megatron.ranks import (
-    DEFAULT_ORDER,
-    DENSE_AXES,
-    EXPERT_AXES,
-    MegatronRanks,
-    rank_grid,
-)
+from reshard.megatron.ranks import DEFAULT_ORDER, DENSE_AXES, EXPERT_AXES, MegatronRanks, rank_grid
 from reshard.mesh import Axis, DeviceMesh
 from reshard.notation.parsing import Vocabulary
 from reshard.sharding import ShardingSpec

@@ -15,13 +15,7 @@ from typing import Any
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd import namespace
-from reshard.spmd.core.operator import (
-    Operator,
-    operator_of,
-    register,
-    rule,
-    rule_of,
-)
+from reshard.spmd.core.operator import Operator, operator_of, register, rule, rule_of
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import (
     Template,

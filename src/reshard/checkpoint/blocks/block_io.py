@@ -35,13 +35,7 @@ from numpy.typing import NDArray
 from reshard._records import Record
 from reshard.binding import View
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
-from reshard.checkpoint.blocks.spans import (
-    Span,
-    Tiles,
-    list_spans,
-    source_tiles,
-    target_tiles,
-)
+from reshard.checkpoint.blocks.spans import Span, Tiles, list_spans, source_tiles, target_tiles
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.storage.byte_ranges import (

@@ -22,11 +22,7 @@ from reshard._records import Record
 from reshard._validation import check_used
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of, types_of
-from reshard.checkpoint.changes.computed_tensors import (
-    CastColumns,
-    CastTensor,
-    ComputedTensor,
-)
+from reshard.checkpoint.changes.computed_tensors import CastColumns, CastTensor, ComputedTensor
 from reshard.checkpoint.changes.quantization import (
     BLOCK,
     DequantizedWeight,

@@ -47,20 +47,11 @@ from reshard.checkpoint.conversion.conversion import (
     find_hidden,
 )
 from reshard.checkpoint.conversion.journal import FinishedBlocks
-from reshard.checkpoint.conversion.staging import (
-    Staging,
-    expect_nothing_lost,
-    open_shared,
-)
+from reshard.checkpoint.conversion.staging import Staging, expect_nothing_lost, open_shared
 from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, HostBlocks
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.options import RunOptions
-from reshard.checkpoint.processes import (
-    HostProcesses,
-    OneProcess,
-    OtherProcessError,
-    Processes,
-)
+from reshard.checkpoint.processes import HostProcesses, OneProcess, OtherProcessError, Processes
 from reshard.checkpoint.storage.filesystem import (
     describe_two_renames,
     open_new,
@@ -72,12 +63,7 @@ from reshard.checkpoint.storage.filesystem import (
 from reshard.checkpoint.storage.local_files import SourceFile, TargetFile
 from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath
-from reshard.checkpoint.storage.threads import (
-    Progress,
-    StoppedError,
-    check_stop,
-    run_in_threads,
-)
+from reshard.checkpoint.storage.threads import Progress, StoppedError, check_stop, run_in_threads
 from reshard.elements import CastCounts
 from reshard.errors import (
     DigestError,

@@ -33,11 +33,7 @@ from numpy.typing import NDArray
 from reshard.checkpoint.blocks.block_io import BlockWriter, OpenFiles, find_written_ranges
 from reshard.checkpoint.conversion.checksums import item_ranges, late_ranges
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.staging import (
-    Staging,
-    expect_nothing_lost,
-    staging_folder,
-)
+from reshard.checkpoint.conversion.staging import Staging, expect_nothing_lost, staging_folder
 from reshard.checkpoint.conversion.work_items import HostBlocks, WorkItems
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.checkpoint.options import RunOptions

@@ -49,10 +49,7 @@ from reshard.checkpoint.deltas.delta_file import (
 )
 from reshard.checkpoint.deltas.encoding import decode_block, word_bytes
 from reshard.checkpoint.formats.format import Capability
-from reshard.checkpoint.formats.write_plan import (
-    PlannedTensor,
-    WritePlan,
-)
+from reshard.checkpoint.formats.write_plan import PlannedTensor, WritePlan
 from reshard.checkpoint.naming.selection import TensorSelection, select_from
 from reshard.checkpoint.options import ConversionRequest, split_arguments
 from reshard.checkpoint.storage.filesystem import read_up_to, translate_os_errors

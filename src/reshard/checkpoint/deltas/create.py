@@ -42,12 +42,7 @@ from reshard.checkpoint.conversion.checksums import PIECE_BYTES, item_digest, it
 from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, WorkItems
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.deltas.delta_file import RECORD, DeltaWriter, encode_value
-from reshard.checkpoint.deltas.encoding import (
-    EncodedBlock,
-    compress,
-    encode_block,
-    word_bytes,
-)
+from reshard.checkpoint.deltas.encoding import EncodedBlock, compress, encode_block, word_bytes
 from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format

@@ -106,10 +106,7 @@ def _check_disjoint(folder: Path, name: str, boxes: list[tuple[str, Box]]) -> No
         if box.start:
             open_boxes = [item for item in open_boxes if item[1].stop[0] > box.start[0]]
         for other_file, other in open_boxes:
-            if all(
-                a < d and c < b
-                for a, b, c, d in zip(box.start, box.stop, other.start, other.stop, strict=True)
-            ):
+            if box.intersect(other) is not None:
                 raise CoverageError(
                     f"two shards of {name!r} overlap: {other} in {folder / other_file} and {box} "
                     f"in {folder / file}; a file is left over from another save, or the shards "
@@ -141,7 +138,7 @@ class BlockPlace(NamedTuple):
         """
         shape, zeros = tuple(block), (0,) * len(block)
         if dimension is None or parts == 1:
-            return cls(shape, shape, ((Box(zeros, shape), zeros),))
+            return cls(shape, shape, ((Box.of(shape), zeros),))
         d, length = dimension, shape[dimension] // stride
         pieces = []
         for n in range(stride):

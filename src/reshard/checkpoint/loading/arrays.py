@@ -65,12 +65,7 @@ from reshard.checkpoint.storage.shared_read_cache import (
     ReadSpan,
     SharedReadCache,
 )
-from reshard.checkpoint.storage.threads import (
-    Progress,
-    StoppedError,
-    check_stop,
-    run_in_threads,
-)
+from reshard.checkpoint.storage.threads import Progress, StoppedError, check_stop, run_in_threads
 from reshard.dtypes import DType
 from reshard.elements import cast_elements, is_castable
 from reshard.errors import InterruptedRunError, ShardError, UsageError

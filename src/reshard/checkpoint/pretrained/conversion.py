@@ -22,10 +22,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard._validation import check_used
-from reshard.checkpoint.architectures.checking import (
-    check_architecture,
-    find_padded_vocabulary,
-)
+from reshard.checkpoint.architectures.checking import check_architecture, find_padded_vocabulary
 from reshard.checkpoint.blocks.fusing import slice_rows
 from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.changes.adapters import merge_adapters

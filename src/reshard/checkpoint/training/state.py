@@ -45,12 +45,7 @@ from typing import Any
 from reshard._records import Record
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.optimizer_states import (
-    MASTER,
-    OPTIMIZER_KEYS,
-    STEP,
-    match_groups,
-)
+from reshard.checkpoint.formats.optimizer_states import MASTER, OPTIMIZER_KEYS, STEP, match_groups
 from reshard.checkpoint.training.model_sets import (
     MODEL_PREFIXES,
     bare_name,

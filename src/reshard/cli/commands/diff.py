@@ -10,12 +10,7 @@ import click
 from reshard.checkpoint.options import ConversionRequest, DiffOptions
 from reshard.cli import output
 from reshard.cli.endpoints import allow_copies_option, check_copies_option, open_selected_source
-from reshard.cli.options import (
-    as_path,
-    json_option,
-    options_of,
-    quiet_option,
-)
+from reshard.cli.options import as_path, json_option, options_of, quiet_option
 from reshard.cli.program import DONE
 from reshard.cli.progress import shown_progress
 from reshard.text import bytes_text, count_text, duration_text, printable

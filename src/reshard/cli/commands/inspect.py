@@ -15,13 +15,7 @@ from reshard._validation import check_used
 from reshard.checkpoint.options import ConversionRequest, RunOptions
 from reshard.cli import output
 from reshard.cli.endpoints import open_selected_source, source_options
-from reshard.cli.options import (
-    as_path,
-    check_picture,
-    json_option,
-    options_of,
-    quiet_option,
-)
+from reshard.cli.options import as_path, check_picture, json_option, options_of, quiet_option
 from reshard.cli.program import DIFFERS, DONE
 from reshard.cli.progress import shown_progress
 from reshard.errors import UsageError

@@ -16,12 +16,7 @@ import click
 from reshard.checkpoint.options import SHORT_CAST_TYPES, ConversionRequest
 from reshard.cli import output
 from reshard.cli.endpoints import open_selected_source
-from reshard.cli.options import (
-    as_path,
-    cast_type_choice,
-    json_option,
-    options_of,
-)
+from reshard.cli.options import as_path, cast_type_choice, json_option, options_of
 from reshard.cli.program import DIFFERS, DONE, Commands
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh

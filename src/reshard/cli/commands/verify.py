@@ -18,12 +18,7 @@ from reshard.cli.endpoints import (
     source_options,
     take_source_options,
 )
-from reshard.cli.options import (
-    as_path,
-    json_option,
-    options_of,
-    quiet_option,
-)
+from reshard.cli.options import as_path, json_option, options_of, quiet_option
 from reshard.cli.program import DIFFERS, DONE
 from reshard.cli.progress import shown_progress
 from reshard.errors import UsageError

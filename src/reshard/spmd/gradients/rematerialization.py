@@ -17,13 +17,7 @@ from reshard.spmd.core.operator import JointPullback, TapeStep
 from reshard.spmd.gradients.tape import OfElements, Tape, add_step
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.error_translation import check_function
-from reshard.spmd.shards.operation_call import (
-    CompiledCall,
-    Recorder,
-    call,
-    recorders,
-    recording,
-)
+from reshard.spmd.shards.operation_call import CompiledCall, Recorder, call, recorders, recording
 
 Function = Callable[..., Any]
 

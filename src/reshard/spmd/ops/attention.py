@@ -30,13 +30,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd import namespace
 from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import Function, LocalWork, by_name, have_plain_parts
-from reshard.spmd.core.operator import (
-    Attributes,
-    JointPullback,
-    Sizes,
-    TapeStep,
-    dimension_sizes,
-)
+from reshard.spmd.core.operator import Attributes, JointPullback, Sizes, TapeStep, dimension_sizes
 from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.ops import data_types, elementwise, networks, reductions
 from reshard.spmd.ops.arguments import of_arrays

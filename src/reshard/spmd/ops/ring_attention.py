@@ -20,10 +20,7 @@ import numpy as np
 from reshard.cut_rules import CutRule, Joined, Windows
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.core.local_work import Function, LocalWork, Stretch, stretches_of
-from reshard.spmd.core.operator import (
-    JointPullback,
-    TapeStep,
-)
+from reshard.spmd.core.operator import JointPullback, TapeStep
 from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops import networks
 from reshard.spmd.ops.attention import (

@@ -24,11 +24,7 @@ from reshard.sharding import ShardingSpec
 from reshard.torch import endpoint
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models import local_tensors, model_inputs, model_manifest
-from reshard.torch.models.megatron_models import (
-    add_attributes,
-    cut_members,
-    list_parameters,
-)
+from reshard.torch.models.megatron_models import add_attributes, cut_members, list_parameters
 from reshard.torch.models.naming import Naming, find_entry, member_pattern, resolve_name
 from reshard.torch.partitioned_tensor import PartitionedTensor
 

@@ -19,11 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from reshard.checkpoint.training.model_sets import (
-    find_prefixes,
-    is_auxiliary,
-    is_trainer_prefix,
-)
+from reshard.checkpoint.training.model_sets import find_prefixes, is_auxiliary, is_trainer_prefix
 from reshard.checkpoint.training.state import find_training_state
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError, UsageError

@@ -18,11 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat
-from reshard.checkpoint.formats.write_plan import (
-    NewCheckpoint,
-    PlannedTensor,
-    WritePlan,
-)
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, PlannedTensor, WritePlan
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError

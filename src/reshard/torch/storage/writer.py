@@ -27,12 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.futures import Future
 
 from reshard.binding import FileRange

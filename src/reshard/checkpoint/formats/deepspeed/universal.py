@@ -32,12 +32,7 @@ from reshard.checkpoint.formats.deepspeed import (
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import Stored, TensorCollector
 from reshard.checkpoint.formats.deepspeed.writer import VERSION, SavePlanner, stage_member
-from reshard.checkpoint.formats.optimizer_states import (
-    GROUPS,
-    MASTER,
-    STEP,
-    state_name,
-)
+from reshard.checkpoint.formats.optimizer_states import GROUPS, MASTER, STEP, state_name
 from reshard.checkpoint.formats.torch_files.building import NewTensor
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.pickles import shortened

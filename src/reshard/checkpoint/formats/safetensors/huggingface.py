@@ -39,11 +39,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     select_files,
     tensor_size_bytes,
 )
-from reshard.checkpoint.formats.safetensors.header_writer import (
-    HeaderFile,
-    NewHeader,
-    place_rows,
-)
+from reshard.checkpoint.formats.safetensors.header_writer import HeaderFile, NewHeader, place_rows
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     WritePlan,

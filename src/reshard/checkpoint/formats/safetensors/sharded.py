@@ -43,10 +43,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     read_header,
     select_files,
 )
-from reshard.checkpoint.formats.safetensors.header_writer import (
-    HeaderFile,
-    place_rows,
-)
+from reshard.checkpoint.formats.safetensors.header_writer import HeaderFile, place_rows
 from reshard.checkpoint.formats.safetensors.huggingface import INDEX_NAME
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
@@ -58,11 +55,7 @@ from reshard.checkpoint.formats.write_plan import (
     find_storing_ranks,
     first_indices,
 )
-from reshard.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    can_describe,
-)
+from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, can_describe
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, FormatError, RecipeError

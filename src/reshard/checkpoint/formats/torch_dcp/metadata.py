@@ -56,12 +56,7 @@ from reshard.checkpoint.formats.torch_files.values import (
 )
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import (
-    CoverageError,
-    FormatError,
-    UnreadableTensorError,
-    UsageError,
-)
+from reshard.errors import CoverageError, FormatError, UnreadableTensorError, UsageError
 from reshard.layout import Box
 
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -29,12 +29,7 @@ import numpy as np
 from reshard._contexts import pause_gc
 from reshard.binding import FileRange
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind
-from reshard.checkpoint.contents import (
-    Checkpoint,
-    StoredChecksum,
-    StoredFile,
-    StoredItem,
-)
+from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredFile, StoredItem
 from reshard.checkpoint.formats.chunks import ChunkBinder, expect_covered
 from reshard.checkpoint.formats.format import check_against_manifest
 from reshard.checkpoint.formats.source_sharding import (

@@ -25,12 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.binding import View
-from reshard.checkpoint.formats.torch_files.pickles import (
-    Call,
-    Global,
-    Reference,
-    shortened,
-)
+from reshard.checkpoint.formats.torch_files.pickles import Call, Global, Reference, shortened
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import FormatError, UsageError
