@@ -27,13 +27,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.binding import View
 from reshard.checkpoint.blocks.fusing import MAX_BOXES
 from reshard.checkpoint.contents import Checkpoint, StoredTensor, missing_box
 from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
 from reshard.errors import CoverageError, RecipeError
 from reshard.geometry.regions import Region, bind_regions
 from reshard.layout import Box, Layout
+from reshard.recipes.engine_layouts.source_layouts import find_steps
 from reshard.text import count_text
 
 if TYPE_CHECKING:
@@ -182,27 +182,24 @@ def _list_regions(
     name: str, piece: SourcePiece, shape: tuple[int, ...], parameter: Region
 ) -> Iterator[Region]:
     """Yield the regions of a source, of the given shape, that a piece of a parameter stores."""
-    steps = View.row_major(shape).strides
-    first = [piece.view.offset // s % n for s, n in zip(steps, shape, strict=True)]
     own = parameter.intersect(*piece.box)
     if own is None:
         return
+    sizes = piece.box.shape
+    found = find_steps(shape, sizes, piece.view.offset, piece.view.strides)
+    first, steps = found or ([], [None] * len(sizes))
+    if any(step is None and size > 1 for step, size in zip(steps, sizes, strict=True)):
+        raise RecipeError(
+            f"{name!r} takes elements of {piece.source!r} across its dimensions; that is not taken "
+            "apart here"
+        )
     # For each dimension of the source: the number of indices, their step in the source, and their
     # stride in the parameter.
-    along: dict[int, tuple[int, int, int]] = {}
-    for size, stride, apart in zip(
-        piece.box.shape, piece.view.strides, parameter.strides, strict=True
-    ):
-        if size == 1:
-            continue
-        at = next((d for d, n in enumerate(shape) if n > 1 and 0 < steps[d] <= stride), None)
-        by, rest = divmod(stride, steps[at]) if at is not None else (0, 1)
-        if at is None or rest or at in along or first[at] + by * (size - 1) >= shape[at]:
-            raise RecipeError(
-                f"{name!r} takes elements of {piece.source!r} across its dimensions; that is not "
-                "taken apart here"
-            )
-        along[at] = (size, by, apart)
+    along = {
+        step[0]: (size, step[1], apart)
+        for step, size, apart in zip(steps, sizes, parameter.strides, strict=True)
+        if step is not None
+    }
     # Dimensions with a step over 1 are looped over index by index.
     single = [d for d, (_, by, _) in along.items() if by > 1]
     if math.prod(along[d][0] for d in single) > MAX_BOXES:
