@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         figures_html,
         page_html,
         rank_legend,
+        rank_table_html,
     )
     from reshard.show.svg import element, escaped, rank_colours
     from reshard.show.text_picture import change_picture, picture
@@ -49,6 +50,7 @@ __all__ = [
     "picture",
     "rank_colours",
     "rank_legend",
+    "rank_table_html",
     "rate_text",
     "table",
 ]
@@ -65,6 +67,7 @@ __getattr__, __dir__ = attach(
             "figures_html",
             "page_html",
             "rank_legend",
+            "rank_table_html",
         ],
         "reshard.show.svg": ["element", "escaped", "rank_colours"],
         "reshard.show.text_picture": ["change_picture", "picture"],

@@ -352,27 +352,43 @@ def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) ->
     )
 
 
-def _busiest_ranks(traffic: Traffic, amount_text: Callable[[int], str]) -> str:
-    """Return a table of traffic, busiest ranks first; ranks with equal traffic share a row."""
-    kinds = sorted(traffic.kinds(), key=lambda kind: (-kind.load, kind.ranks))
-    rows = [
+def rank_table_html(heads: Sequence[str], rows: Sequence[tuple[Sequence[int], list[str]]]) -> str:
+    """Return a table with a row of texts for ranks that are alike, the busiest first."""
+    shown = [
         element(
             "tr",
-            element("th", escaped(short_rank_text(kind.ranks, 24)), scope="row"),
-            element("td", escaped(amount_text(kind.sends))),
-            element("td", f"{kind.receivers:,}"),
-            element("td", escaped(amount_text(kind.receives))),
-            element("td", f"{kind.senders:,}"),
+            element("th", escaped(short_rank_text(ranks, 24)), scope="row"),
+            *(element("td", escaped(text)) for text in texts),
         )
-        for kind in kinds[:MAX_RANKS_LISTED]
+        for ranks, texts in rows[:MAX_RANKS_LISTED]
     ]
-    left_out = sum(len(kind.ranks) for kind in kinds[MAX_RANKS_LISTED:])
+    left_out = sum(len(ranks) for ranks, _ in rows[MAX_RANKS_LISTED:])
     if left_out:
         rest = f"and {count_text(left_out, 'rank')} that move less"
-        rows.append(element("tr", element("td", rest, colspan=5, class_="rest")))
-    heads = ("ranks", "each sends", "to ranks", "each receives", "from ranks")
+        shown.append(element("tr", element("td", rest, colspan=len(heads), class_="rest")))
     return element(
         "table",
         element("thead", element("tr", *(element("th", head, scope="col") for head in heads))),
-        element("tbody", *rows),
+        element("tbody", *shown),
+    )
+
+
+def _busiest_ranks(traffic: Traffic, amount_text: Callable[[int], str]) -> str:
+    """Return a table of traffic, busiest ranks first; ranks with equal traffic share a row."""
+    kinds = sorted(traffic.kinds(), key=lambda kind: (-kind.load, kind.ranks))
+    heads = ("ranks", "each sends", "to ranks", "each receives", "from ranks")
+    return rank_table_html(
+        heads,
+        [
+            (
+                kind.ranks,
+                [
+                    amount_text(kind.sends),
+                    f"{kind.receivers:,}",
+                    amount_text(kind.receives),
+                    f"{kind.senders:,}",
+                ],
+            )
+            for kind in kinds
+        ],
     )

@@ -20,6 +20,7 @@ from reshard.show.html_report import (
     figures_html,
     page_html,
     rank_legend,
+    rank_table_html,
 )
 from reshard.show.svg import element, escaped, rank_colours
 from reshard.spmd.core.array_type import ArrayType
@@ -35,7 +36,7 @@ from reshard.spmd.tracing.table import (
     table_rows,
     time_headers,
 )
-from reshard.text import bytes_text, count_text, duration_text, ranks_text, short_rank_text
+from reshard.text import bytes_text, count_text, duration_text, ranks_text
 
 # Words stand at the left of their columns, numbers at the right.
 STYLE = """main { max-width: 1400px; }
@@ -45,9 +46,8 @@ thead .left, .operations td { text-align: left; white-space: nowrap; }
 .operations td.amount { text-align: right; font-size: inherit; }
 .operations th:first-child { color: var(--soft); text-align: right; }
 """
-# Reshards that are drawn, and rows of the table of ranks: the page of a large model stays short.
+# Reshards that are drawn: the page of a large model stays short.
 MAX_DRAWN = 12
-MAX_RANK_ROWS = 32
 
 
 def trace_page(trace: TraceRecord, title: str = "") -> str:
@@ -176,29 +176,15 @@ def _draw_ranks(trace: TraceRecord) -> list[str]:
     # Busiest first, then by memory.
     ordered = sorted(kinds.items(), key=lambda kind: (-max(kind[0][:2]), -kind[0][2], kind[1]))
     rows = [
-        element(
-            "tr",
-            element("th", escaped(short_rank_text(sorted(ranks), 24)), scope="row"),
-            *(element("td", bytes_text(int(amount))) for amount in amounts[:3]),
-            *(element("td", duration_text(seconds_s)) for seconds_s in amounts[3:]),
+        (
+            sorted(ranks),
+            [*(bytes_text(int(n)) for n in amounts[:3]), *map(duration_text, amounts[3:])],
         )
-        for amounts, ranks in ordered[:MAX_RANK_ROWS]
+        for amounts, ranks in ordered
     ]
-    left_out = sum(len(ranks) for _, ranks in ordered[MAX_RANK_ROWS:])
-    if left_out:
-        rest = f"and {count_text(left_out, 'rank')} that move less"
-        span = 4 + trace.counts_compute
-        rows.append(element("tr", element("td", rest, colspan=span, class_="rest")))
     heads = ["ranks", "each sends", "each receives", "each holds at most"]
     heads += ["each computes"] * trace.counts_compute
-    return [
-        element("h2", "Ranks"),
-        element(
-            "table",
-            element("thead", element("tr", *(element("th", head, scope="col") for head in heads))),
-            element("tbody", *rows),
-        ),
-    ]
+    return [element("h2", "Ranks"), rank_table_html(heads, rows)]
 
 
 def _draw_reshards(trace: TraceRecord) -> list[str]:
