@@ -6,8 +6,8 @@ after each round. It may receive some numbers twice, which does not change a max
     round 0    each rank sends to the next           has 2
     round 1    each rank sends to the second next    has 4
 
-Most of the time is spent waking ranks, once for each message. So if a few ranks share memory, the
-first rank receives from all others and sends the result to them::
+Most of the time is spent waking ranks, once for each message. So if three ranks or a few more share
+memory, the first rank receives from all others and sends the result to them::
 
     1, 2, 3 -> 0 -> 1, 2, 3     6 messages between four ranks, where dissemination takes 8
 """
@@ -58,7 +58,7 @@ def reduce_near_max(
     # A rank waits for few peers, which may be late, and would not notice that others have ended.
     near.check_ends()
     count = len(ranks)
-    if count <= MAX_BY_FIRST:
+    if 2 < count <= MAX_BY_FIRST:
         maxima = _reduce_by_first(near, numbers.tobytes(), ranks, position, _find_greatest)
         return np.frombuffer(maxima, np.int64)
 

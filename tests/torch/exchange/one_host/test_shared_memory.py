@@ -19,6 +19,7 @@ from live_processes import expect_all_end_well, run_ranks
 from reshard.torch.exchange.one_host.shared_memory import (
     _DATA,
     MAX_NOTE_BYTES,
+    MAX_SHORT_BYTES,
     SharedMemory,
     map_segment,
 )
@@ -36,26 +37,59 @@ def make_pair() -> tuple[SharedMemory, SharedMemory]:
     )
 
 
-def filled(memory: SharedMemory, values: Sequence[int]) -> torch.Tensor:
-    found = memory.staging_memory(len(values))
-    found.copy_(torch.tensor(values, dtype=torch.uint8))
+# Longer than what is sent in a note.
+LONG_BYTES = MAX_SHORT_BYTES + 1
+
+
+def filled(memory: SharedMemory, values: Sequence[int], size_bytes: int = 0) -> torch.Tensor:
+    """These values, with zeros after them up to a size."""
+    found = memory.staging_memory(max(len(values), size_bytes)).zero_()
+    found[: len(values)] = torch.tensor(values, dtype=torch.uint8)
     return found
 
 
 def test_what_is_lent_is_read_where_it_lies_and_given_back() -> None:
     zero, one = make_pair()
-    lent = filled(zero, [1, 2, 3])
+    lent = filled(zero, [1, 2, 3], LONG_BYTES)
     sent = zero.send(lent, 1, 7)
-    found = one.receive(3, 0, 7)
+    found = one.receive(LONG_BYTES, 0, 7)
     found.wait()
-    assert found.bytes_there.tolist() == [1, 2, 3]
+    assert found.bytes_there[:4].tolist() == [1, 2, 3, 0]
     # One memory: nothing was copied.
     lent[1] = 9
-    assert found.bytes_there.tolist() == [1, 9, 3]
+    assert found.bytes_there[:3].tolist() == [1, 9, 3]
     assert not sent.is_taken
     found.give_back()
     sent.wait()
     assert sent.is_taken
+
+
+def test_short_messages_are_copied_into_notes_while_few_are_unread() -> None:
+    zero, one = make_pair()
+    memory = filled(zero, range(40))
+    first = zero.send(memory[:3], 1, 7)
+    found = one.receive(3, 0, 7)
+    found.wait()
+    # Nobody has to acknowledge it.
+    first.wait()
+    memory[1] = 99
+    assert found.bytes_there.tolist() == [0, 1, 2]
+    place = found.place
+    found.give_back()
+    memory[1] = 1
+    # The first rank learns of what was read with the next note of the other.
+    sent = [zero.send(memory[number : number + 1], 1, 7) for number in range(40)]
+    assert [message.is_taken for message in sent] == [True] * 3 + [False] * 37
+    arrived = [one.receive(1, 0, 7) for _ in sent]
+    for number, message in enumerate(arrived):
+        message.wait()
+        assert message.bytes_there.item() == number
+    assert arrived[0].place == place
+    for message in arrived:
+        message.give_back()
+    for message in sent:
+        message.wait()
+    assert zero.send(memory[:1], 1, 7).is_taken
 
 
 def test_messages_of_a_tag_come_in_order_and_those_of_others_apart() -> None:
@@ -124,7 +158,7 @@ def test_memory_comes_back_and_files_are_closed() -> None:
             after_one = files()
     assert files() == after_one
     # What others may still read is not used again.
-    memory = filled(zero, [1])
+    memory = filled(zero, [1], LONG_BYTES)
     zero.send(memory, 1, 0)
     address = memory.data_ptr()
     del memory
@@ -145,8 +179,8 @@ def test_memory_that_nobody_has_goes_with_the_connection() -> None:
     gc.disable()
     try:
         others = files()
-        free, used = zero.staging_memory(3 << 20), filled(zero, [1, 2, 3])
-        sent, message = zero.send(used, 1, 0), one.receive(3, 0, 0)
+        free, used = zero.staging_memory(3 << 20), filled(zero, [1, 2, 3], LONG_BYTES)
+        sent, message = zero.send(used, 1, 0), one.receive(LONG_BYTES, 0, 0)
         message.wait()
         read = message.bytes_there
         message.give_back()
@@ -157,7 +191,8 @@ def test_memory_that_nobody_has_goes_with_the_connection() -> None:
         for end in (zero, one):
             end.close()
         # What somebody still has stays readable.
-        assert files() == others + 3 and read.tolist() == used.tolist() == [1, 2, 3]
+        assert files() == others + 3 and read.tolist() == used.tolist()
+        assert read[:4].tolist() == [1, 2, 3, 0]
         assert len(message.bytes_there) == 0
         del read
         assert files() == others + 2
@@ -169,7 +204,7 @@ def test_memory_that_nobody_has_goes_with_the_connection() -> None:
 
 def test_who_waits_learns_that_the_other_is_gone() -> None:
     zero, one = make_pair()
-    sent = zero.send(filled(zero, [1]), 1, 0)
+    sent = zero.send(filled(zero, [1], LONG_BYTES), 1, 0)
     waiting = zero.receive(4, 1, 0)
     raised: list[str] = []
 

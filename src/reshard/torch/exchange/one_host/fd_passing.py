@@ -137,8 +137,9 @@ def _open_listener(count: int) -> _Listener | None:
 
 
 def _address_of(name: bytes) -> bytes:
-    # Names that begin with a zero byte are abstract, without a file.
-    return b"\0reshard-" + name.hex().encode()
+    # Names that begin with a zero byte are abstract, without a file. The number is that of the
+    # format of notes: ranks of versions with other notes do not find each other here.
+    return b"\0reshard-2-" + name.hex().encode()
 
 
 def _reach(name: bytes, word: bytes, position: int, timeout_s: float) -> socket.socket | None:

@@ -11,9 +11,12 @@ descriptors are sent over sockets. Nothing remains however a process ends, and `
 small. Segments of a device are shared by handles (`device_memory`).
 
 Notes over sockets (`fd_passing`) name the segment and offset of each message, and acknowledge it; a
-rank that waits for a note sleeps. A process that ends closes its sockets, which
-its peers see at once. Notes of several exchanges may share a socket, and any waiting thread reads
-for all of them. Messages of a few bytes travel in the note itself.
+rank that waits for a note sleeps. A process that ends closes its sockets, which its peers see at
+once. Notes of several exchanges may share a socket, and any waiting thread reads for all of them.
+
+A message of a few bytes is sent in its note, and not acknowledged. If two ranks that send to each
+other filled their socket, neither would read; so only a few such messages are in flight, and every
+note also carries how many its sender has read.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import socket
 import struct
 import threading
 import weakref
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -126,11 +130,13 @@ def _map(descriptor: int, size_bytes: int) -> mmap.mmap:
 _CPU = torch.device("cpu")
 # The memory that is cached for the next exchange.
 _KEPT_BYTES = 64 << 20
-# The type of a note, and five numbers: `tag, number, segment, offset, bytes`; a handle or the data
-# of a short message follows.
-_NOTE, _HANDLE_BYTES = struct.Struct("<6q"), 1 << 12
-_LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK, _DATA, _READABLE = range(8)
-MAX_NOTE_BYTES = _HANDLE_BYTES
+# The type of a note, how many short messages its sender has read, and five numbers: `tag, number,
+# segment, offset, bytes`; a handle, bytes of `swap` or a short message follow.
+_NOTE, MAX_NOTE_BYTES = struct.Struct("<7q"), 1 << 12
+_LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK, _DATA, _READABLE, _SHORT = range(9)
+# Short messages: their maximum size, and how many from a rank to another are in flight; together
+# less than a socket holds by default. The receiver keeps them as if they were in a segment.
+MAX_SHORT_BYTES, _MOST_SHORT, _SHORT_SEGMENT = 1 << 14, 4, -1
 _CLOSED = "Connection closed by peer"
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -184,6 +190,9 @@ class NearMessage:
 
     def give_back(self) -> None:
         """Let the sender use its memory again."""
+        if self.place[0] == _SHORT_SEGMENT and not self.is_readable:
+            self.peer.free_short(self.place[1])
+            return
         if not self.is_readable and self.place[0] in self.peer.on_devices:
             self.peer.send_mark()
         self.peer.send_note(_TAKEN, 0, self.number)
@@ -283,7 +292,7 @@ class SharedMemory:
         senders: Iterable[int],
         patience_s: float | None = None,
     ) -> list[bytes]:
-        """Send up to `MAX_NOTE_BYTES` to some ranks, and return the next short messages of others.
+        """Send up to `MAX_NOTE_BYTES` to some ranks, and return what others sent in this way.
 
         Args:
             patience_s: how long to wait for a rank after another has ended; None to wait until the
@@ -393,9 +402,20 @@ class NearRank:
         self.mapped: dict[int, torch.Tensor] = {}
         self.on_devices: set[int] = set()
         self.received_notes: deque[bytes] = deque()
+        # Short messages: sent, those of them that the peer has read, and read from the peer.
+        self._short_sent = self._short_taken = self._short_read = 0
+        self._free_short: list[int] = []
 
     def lend(self, segment: Segment, begin: int, size_bytes: int, tag: int) -> LentMessage:
         """Notify the peer of a message in a segment of this rank."""
+        if size_bytes <= MAX_SHORT_BYTES and not segment.is_on_device:
+            with self._lock:
+                has_room = self._short_sent - self._short_taken < _MOST_SHORT
+                self._short_sent += has_room
+            if has_room:
+                data = bytes(memoryview(segment.memory)[begin : begin + size_bytes])
+                self.send_note(_SHORT, tag, 0, size_bytes=size_bytes, handle=data)
+                return LentMessage(self, None, is_taken=True)
         with self._lock:
             message = LentMessage(self, segment)
             number = self._count
@@ -511,7 +531,7 @@ class NearRank:
         handle: bytes = b"",
     ) -> None:
         """Send a note. Raise RuntimeError if the peer has ended."""
-        data = _NOTE.pack(kind, tag, number, segment, begin, size_bytes) + handle
+        data = _NOTE.pack(kind, self._short_read, tag, number, segment, begin, size_bytes) + handle
         try:
             if descriptor is None:
                 self._socket.send(data)
@@ -533,6 +553,13 @@ class NearRank:
         if self._devices is not None:
             self._devices.wait_for(self._mark)
 
+    def free_short(self, begin: int) -> None:
+        """Use the memory of a short message that was read for another."""
+        with self._lock:
+            # The lowest is used first: a run unpacks from the same places as the run before.
+            insort(self._free_short, begin)
+            self._short_read += 1
+
     def close(self) -> None:
         """Close the connection, which ends threads that wait."""
         self._error = self._error or "the connection is closed"
@@ -544,7 +571,7 @@ class NearRank:
         """Receive and process a note."""
         try:
             data, files, _, _ = socket.recv_fds(
-                self._socket, _NOTE.size + _HANDLE_BYTES, 1, system.find_closing_flag()
+                self._socket, _NOTE.size + MAX_SHORT_BYTES, 1, system.find_closing_flag()
             )
         except ConnectionResetError:
             # Raised once if the other end closed without reading all; its last notes follow.
@@ -553,15 +580,19 @@ class NearRank:
             raise RuntimeError(self._late) from error
         if len(data) < _NOTE.size:
             raise RuntimeError(_CLOSED)
-        kind, tag, number, segment, begin, size_bytes = _NOTE.unpack_from(data)
+        kind, short_taken, tag, number, segment, begin, size_bytes = _NOTE.unpack_from(data)
         handle = data[_NOTE.size :]
         with self._lock:
+            # Threads may send notes in another order than they packed them.
+            self._short_taken = max(self._short_taken, short_taken)
+            if kind == _SHORT:
+                segment, begin = _SHORT_SEGMENT, self._keep_short(handle)
             if kind == _TAKEN:
                 lent = self._lent.pop(number)
                 if lent.segment is not None:
                     lent.segment.lent -= 1
                 lent.is_taken = True
-            elif kind in (_LENT, _READABLE):
+            elif kind in (_LENT, _READABLE, _SHORT):
                 expected = self._expected.get(tag)
                 note = (number, segment, begin, size_bytes, kind == _READABLE)
                 if expected:
@@ -584,6 +615,19 @@ class NearRank:
             else:
                 self.mapped[segment] = self._devices.open(handle)
                 self.on_devices.add(segment)
+
+    def _keep_short(self, data: bytes) -> int:
+        """Keep the data of a short message; return where it begins in the memory for these."""
+        if _SHORT_SEGMENT not in self.mapped:
+            memory = torch.empty(_MOST_SHORT * MAX_SHORT_BYTES, dtype=torch.uint8)
+            self.mapped[_SHORT_SEGMENT] = memory
+            self._free_short = list(range(0, len(memory), MAX_SHORT_BYTES))
+        if not self._free_short:
+            raise RuntimeError("another rank has sent more short messages than are expected")
+        begin = self._free_short.pop(0)
+        kept = self.mapped[_SHORT_SEGMENT].numpy()
+        kept[begin : begin + len(data)] = np.frombuffer(data, np.uint8)
+        return begin
 
     def _fill(self, message: NearMessage, note: tuple[int, ...]) -> None:
         number, segment, begin, size_bytes, is_readable = note
