@@ -10,8 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.cut_rules import Sizes
-from reshard.errors import NotationError, RuleError
-from reshard.megatron.names import LayerPlace, MegatronNames, PipelineLayers
+from reshard.errors import NotationError, RuleError, UsageError
+from reshard.megatron.names import (
+    LayerPlace,
+    MegatronNames,
+    PipelineLayers,
+    find_source_name,
+)
 from reshard.megatron.ranks import MegatronRanks
 
 
@@ -180,3 +185,8 @@ def test_contradictory_models_are_errors() -> None:
     for count in (0, 3):
         with pytest.raises(NotationError, match=f"{count} experts over ep=2 ranks"):
             MegatronNames(MegatronRanks(dp=2, ep=2), num_experts=count)
+
+
+def test_ties_that_go_round_in_a_circle_are_refused() -> None:
+    with pytest.raises(UsageError, match="circle: a -> b -> a"):
+        find_source_name("a", {}, {"a": "b", "b": "a"})

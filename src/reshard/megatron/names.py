@@ -10,8 +10,8 @@ name is then another tensor on another rank. Global names count over the model::
     decoder.layers.5.mlp.experts.linear_fc1.weight3
 
 Experts are named `linear_fc1.weight3` (grouped) or `local_experts.3.` (a module each). If
-embeddings are tied, two global names are the same tensor, which is declared, see
-`reshard.megatron.tensor_pairs`.
+embeddings are tied, two global names are the same tensor, which is declared by *ties*, a table from
+names to other names (`resolve_tie`).
 
 A stage has consecutive layers; with virtual pipeline parallelism, the stages take a stretch each in
 turn, `vpp` times::
@@ -25,15 +25,51 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from reshard._records import Record
 from reshard.cut_rules import CutRule, Pieces, Sizes
-from reshard.errors import NotationError, RuleError
+from reshard.errors import NotationError, ReshardError, RuleError, UsageError
 from reshard.megatron.ranks import Ranks, places_along
 
 # The parameters that the first and the last stage share if embeddings are tied.
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def find_source_name(
+    name: str,
+    available: Collection[str],
+    ties: Mapping[str, str],
+    error: type[ReshardError] = UsageError,
+) -> str | None:
+    """Return the name among `available` that fills a tensor, or None.
+
+    Args:
+        name: the name of a tensor to fill.
+        available: the names of the source.
+        ties: names that denote the same tensor as another name.
+        error: raised for cyclic ties.
+
+    >>> find_source_name("lm_head", {"embedding"}, {"lm_head": "embedding"})
+    'embedding'
+    """
+    if name in available:
+        return name
+    root = resolve_tie(name, ties, error)
+    tied = [other for other in ties if resolve_tie(other, ties, error) == root]
+    return next((other for other in (root, *tied) if other in available), None)
+
+
+def resolve_tie(name: str, ties: Mapping[str, str], error: type[ReshardError] = UsageError) -> str:
+    """Return the last name in a chain of ties; raise `error` for a cycle."""
+    if name not in ties:
+        return name
+    seen = [name]
+    while seen[-1] in ties:
+        seen.append(ties[seen[-1]])
+        if seen[-1] in seen[:-1]:
+            raise error(f"ties go round in a circle: {' -> '.join(seen)}")
+    return seen[-1]
 
 
 class LayerPlace(Record):

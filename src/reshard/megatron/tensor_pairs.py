@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LayoutError, RuleError, SpecError
+from reshard.megatron.names import find_source_name, resolve_tie
 from reshard.megatron.parameters import MegatronParameter, Shape
 from reshard.sharding import ShardingSpec
 
@@ -242,7 +243,7 @@ def reconcile_all(
     """
     sources, targets = _index_by_name(source, "source"), _index_by_name(target, "target")
     tied_names = dict(ties or {})
-    serves = {name: _find_source(name, sources, tied_names) for name in targets}
+    serves = {name: find_source_name(name, sources, tied_names, SpecError) for name in targets}
     missing = [name for name, served_by in serves.items() if served_by is None]
     if missing:
         raise SpecError(
@@ -251,8 +252,8 @@ def reconcile_all(
             "declare the name it is tied to in ties"
         )
     # A source is used if a target has any of the names tied to it.
-    used = {_find_root(name, tied_names) for name in targets}
-    unused = [name for name in sources if _find_root(name, tied_names) not in used]
+    used = {resolve_tie(name, tied_names, SpecError) for name in targets}
+    unused = [name for name in sources if resolve_tie(name, tied_names, SpecError) not in used]
     if unused:
         raise SpecError(
             f"the target has no {unused[0]!r}, which the source has"
@@ -287,23 +288,3 @@ def _index_by_name(
             )
         by_name[name] = parameter
     return by_name
-
-
-def _find_root(name: str, ties: Mapping[str, str]) -> str:
-    """Return the name that a chain of ties ends in."""
-    seen = [name]
-    while seen[-1] in ties:
-        seen.append(ties[seen[-1]])
-        if seen[-1] in seen[:-1]:
-            raise SpecError(f"ties go round in a circle: {' -> '.join(seen)}")
-    return seen[-1]
-
-
-def _find_source(
-    name: str, sources: Mapping[str, MegatronParameter], ties: Mapping[str, str]
-) -> str | None:
-    """Return the source name that a target name is filled from."""
-    # Its own name first, then the root of its ties, then any name tied to the same root.
-    root = _find_root(name, ties)
-    tied = [other for other in ties if _find_root(other, ties) == root]
-    return next((other for other in (name, root, *tied) if other in sources), None)

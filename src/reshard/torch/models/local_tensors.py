@@ -43,12 +43,12 @@ from reshard.errors import RunError, ShardError
 from reshard.geometry.regions import Region
 from reshard.geometry.strided_overlap import trace_copy
 from reshard.layout import Layout
+from reshard.megatron.names import resolve_tie
 from reshard.runs import IntArray
 from reshard.torch import endpoint
 from reshard.torch.exchange.packing.messages import cut, view_bytes
 from reshard.torch.fully_sharded import find_groups, find_storage, list_gathered
 from reshard.torch.models.model_manifest import ModelManifest
-from reshard.torch.models.naming import resolve_tie
 
 # The strides of a tensor's memory, and its other properties.
 _STRIDES: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride

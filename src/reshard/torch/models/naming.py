@@ -5,7 +5,8 @@ Two models are matched by common names:
 1. each side's own names become common names, by a table or a function; every rank applies its own,
    so ranks that count their layers from 0 may each define their offset;
 2. a fused parameter keeps its name, and its members have their names (`reshard.recipes.naming`);
-3. tied names denote the same tensor: any of them that the source has fills all;
+3. tied names denote the same tensor: any of them that the source has fills all
+   (`reshard.megatron.names`);
 4. a stacked tensor, such as the weights of all experts, has a name for each of its members::
 
        "layers.3.experts.up"  -->  "layers.3.experts.0.up", "layers.3.experts.1.up", ...
@@ -13,7 +14,7 @@ Two models are matched by common names:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from reshard.errors import UsageError
@@ -99,35 +100,3 @@ def find_entry(name: str, table: Mapping[str, Value]) -> Value | None:
     return next(
         (table[pattern] for pattern in patterns if compile_pattern(pattern).fullmatch(name)), None
     )
-
-
-def find_source_name(name: str, available: Collection[str], ties: Mapping[str, str]) -> str | None:
-    """Return the name among `available` that fills a tensor, or None.
-
-    Args:
-        name: the name of a tensor to fill.
-        available: the names of the source.
-        ties: names that denote the same tensor as another name.
-
-    Raises UsageError for cyclic ties.
-
-    >>> find_source_name("lm_head", {"embedding"}, {"lm_head": "embedding"})
-    'embedding'
-    """
-    if name in available:
-        return name
-    root = resolve_tie(name, ties)
-    tied = [other for other in ties if resolve_tie(other, ties) == root]
-    return next((other for other in (root, *tied) if other in available), None)
-
-
-def resolve_tie(name: str, ties: Mapping[str, str]) -> str:
-    """Return the last name in a chain of ties; raise UsageError for a cycle."""
-    if name not in ties:
-        return name
-    seen = [name]
-    while seen[-1] in ties:
-        seen.append(ties[seen[-1]])
-        if seen[-1] in seen[:-1]:
-            raise UsageError(f"ties go round in a circle: {' -> '.join(seen)}")
-    return seen[-1]

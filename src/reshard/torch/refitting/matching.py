@@ -26,11 +26,11 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
+from reshard.megatron.names import find_source_name, resolve_tie
 from reshard.megatron.tensor_pairs import reconcile
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.torch.exchange.changes import can_be_compared
 from reshard.torch.models.model_manifest import ModelTensor, shift_ranks
-from reshard.torch.models.naming import find_source_name, resolve_tie
 from reshard.torch.refitting.members import (
     CommonRange,
     IndexRange,

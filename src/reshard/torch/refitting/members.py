@@ -30,10 +30,10 @@ import torch
 
 from reshard.errors import ShardError
 from reshard.layout import Layout
+from reshard.megatron.names import resolve_tie
 from reshard.recipes.naming import MemberSlice
 from reshard.runs import PAD, IntArray, RunTable
 from reshard.torch.models.model_manifest import ModelTensor
-from reshard.torch.models.naming import resolve_tie
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from reshard._records import Record
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, UsageError
+from reshard.megatron.names import resolve_tie
 from reshard.topology import Topology
 from reshard.torch.exchange.agreement import CallSignature
 from reshard.torch.exchange.changes import UNITS, ChangedOnly
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
-from reshard.torch.models.naming import Naming, resolve_tie
+from reshard.torch.models.naming import Naming
 from reshard.torch.programs.methods import METHODS, topology_problem
 from reshard.torch.refitting.transforms import QUANTIZATIONS, BlockQuantized, Transform
 

@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 
 from reshard.errors import RunError
 from reshard.layout import Layout
+from reshard.megatron.names import resolve_tie
 from reshard.runs import OWNED, IntArray, RunTable
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.messages import cells_of, view_bytes
-from reshard.torch.models.naming import resolve_tie
 
 Pairs = tuple[tuple[str, str], ...]
 # The number of 8-byte words that a checksum processes at once.
