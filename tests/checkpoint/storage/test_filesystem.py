@@ -396,3 +396,13 @@ def test_other_content_than_a_json_object_is_refused(
     (tmp_path / "index.json").write_bytes(content)
     with pytest.raises(FormatError, match=message):
         filesystem.read_json_object(tmp_path / "index.json", 1 << 20)
+
+
+def test_of_equal_keys_of_a_config_the_last_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    assert filesystem.read_json_file(path) is None
+    path.write_text('{"hidden_size": 1, "hidden_size": 2}')
+    assert filesystem.read_json_file(path) == {"hidden_size": 2}
+    path.write_text('{"hidden_size": 1')
+    with pytest.raises(FormatError, match=r"config\.json is not JSON"):
+        filesystem.read_json_file(path)

@@ -32,12 +32,13 @@ import contextlib
 import errno
 import fcntl
 import io
+import json
 import os
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -141,10 +142,17 @@ def read_file_range(path: Path, start_bytes: int, size_bytes: int, max_bytes: in
 
 
 def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Return the object in a file of JSON. Raises as `read_file`, also for other content."""
+    """Return the object in a file of JSON, whose keys differ.
+
+    Raises as `read_file`, also for other content.
+    """
+    return _read_object(path, max_bytes, parse_json)
+
+
+def _read_object(path: Path, max_bytes: int, parse: Callable[[str], Any]) -> dict[str, Any]:
     text = read_file(path, max_bytes)
     try:
-        content = parse_json(text.decode())
+        content = parse(text.decode())
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -155,12 +163,14 @@ def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
 def read_json_file(path: Path) -> dict[str, Any] | None:
     """Return the object in a config of a model or an adapter, or None if the file is missing.
 
+    Of equal keys the last is taken, as by transformers: people edit these files.
+
     Raises:
         CheckpointError: a file that cannot be read.
         FormatError: a file that is not a JSON object, or has more than `MAX_JSON_BYTES`.
     """
     try:
-        return read_json_object(path, MAX_JSON_BYTES)
+        return _read_object(path, MAX_JSON_BYTES, json.loads)
     except CheckpointError:
         if path.exists():
             raise
