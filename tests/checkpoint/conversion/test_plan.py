@@ -45,7 +45,7 @@ def unknown(model: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1, "a": 2}', '{"a": "\udcff"}'])
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": "\udcff"}'])
 def test_a_damaged_config_is_noted_or_an_error(model: Path, text: str, tmp_path: Path) -> None:
     """Where nothing reads it, it is copied."""
     source = tmp_path / "source"
