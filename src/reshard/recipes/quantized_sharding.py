@@ -215,9 +215,6 @@ def _find_touched(table: RunTable, elements: int, indices: int, stored_length: i
     return Windows(tuple(windows))
 
 
-# A comma in brackets separates the numbers of a cut rule.
-
-
 class FoldedWeights:
     """The quantised weights of a checkpoint in place of their stored tensors.
 

@@ -185,7 +185,7 @@ def _call(hosts: int, ranks: int) -> Iterator[Case]:
 
 def _alone(shape: tuple[int, ...], part: tuple[int, ...], rank: int = 0) -> Layout:
     """Return a layout of the first part of a tensor, on a single rank."""
-    return Layout.from_boxes(shape, [(rank, Box((0,) * len(shape), part))])
+    return Layout.from_boxes(shape, [(rank, Box.of(part))])
 
 
 def _copies(elements: int) -> Iterator[Case]:

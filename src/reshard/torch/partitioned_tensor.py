@@ -296,8 +296,7 @@ def exchange_pieces(
 
 
 def _describe_local(bounds: Sequence[int], shape: Sequence[int], rank: int) -> Layout:
-    box = Box((0,) * len(bounds), tuple(shape))
-    return Layout.from_boxes(bounds, [(rank, box)])
+    return Layout.from_boxes(bounds, [(rank, Box.of(shape))])
 
 
 def convert_pieces(

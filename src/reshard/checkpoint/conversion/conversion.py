@@ -55,7 +55,7 @@ HIDDEN = "the target's own file has that name"
 def find_hidden(names: Iterable[str], own: Collection[str]) -> tuple[str, ...]:
     """Return the names that cannot be next to the target's `own` files.
 
-    Such a name is that of an own file, or a folder of one, or is in a folder that is an own file.
+    These are the names of own files and of folders that contain them, and names below an own file.
 
     >>> find_hidden(["a", "a.txt", "b", "c/d"], {"a", "b/x", "c"})
     ('a', 'b', 'c/d')

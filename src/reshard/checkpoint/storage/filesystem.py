@@ -163,7 +163,7 @@ def _read_object(path: Path, max_bytes: int, parse: Callable[[str], Any]) -> dic
 def read_json_file(path: Path) -> dict[str, Any] | None:
     """Return the object in a config of a model or an adapter, or None if the file is missing.
 
-    Of equal keys the last is taken, as by transformers: people edit these files.
+    If a key appears twice, the last value is used, as in transformers: people edit these files.
 
     Raises:
         CheckpointError: a file that cannot be read.

@@ -136,7 +136,7 @@ class _BoxPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
         for name, (kind, shards) in self._saved.items():
             # An array without elements lacks boxes, but the checkpoint needs its name and shape.
             if 0 in kind.shape:
-                whole = Box((0,) * len(kind.shape), kind.shape)
+                whole = Box.of(kind.shape)
                 yield name, whole, tuple(slice(0, 0) for _ in kind.shape)
                 continue
             for rank in shards:

@@ -8,7 +8,7 @@ A store is the torch store that creates process groups. Each meeting has its own
     0/note/2                  why rank 2 failed; empty if it only lost others
 
 1. Every rank joins the first meeting that has not failed and that it has not joined before, so that
-   ranks of which some called more often than others meet again. It stores its peer information, and
+   ranks meet again even if some called more often than others. It stores its peer information, and
    waits for that of all others. Meanwhile it checks the process group's connections, which gloo
    closes if a process has ended. It runs none of the group's collectives: if another rank does not
    arrive, they would be matched with those of the user's program.

@@ -162,7 +162,7 @@ def _find_place(
     cells: dict[tuple[str, int], dict[Box, int]],
 ) -> WritePlace:
     layout = tensor.layout
-    whole = Box((0,) * layout.ndim, layout.shape)
+    whole = Box.of(layout.shape)
     # The rank's own shard, or the shard of the single rank that stores the whole tensor.
     for slot in (rank, *tensor.stored_slots[:1]):
         if slot not in tensor.binding.addresses:

@@ -102,7 +102,7 @@ class StagedSources:
         self._starts: dict[str, tuple[int, ...]] = {}
         for name, boxes in regions.items():
             source = sources[name]
-            whole = Box((0,) * len(source.shape), source.shape)
+            whole = Box.of(source.shape)
             box = whole if name in self.by_loader else _enclose(boxes)
             # Parameters of several types share a source: it is sent in its own type, and cast for
             # each.

@@ -180,7 +180,7 @@ def is_expert(name: str) -> bool:
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a tensor of a module's state is no parameter, by its name.
+    """Return whether a tensor of a module's state is a buffer, not a parameter, by its name.
 
     >>> is_buffer("decoder.layers.0.mlp.router.expert_bias")
     True

@@ -15,7 +15,7 @@ Optax stores states as nested tuples, which contain trees like the tree of the p
 3. A tensor's path in the tree is kept, so that a checkpoint of Orbax is restored as it was.
 4. Training state of other programs gets paths of `optax.adamw`, `lion`, `sgd`, `rmsprop`,
    `adagrad` or `adadelta`, by its keys. State that a reader would give another name there, such
-   as that of only some parameters, keeps its name as its path.
+   as the state of only some parameters, keeps its name as its path.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class LocalPart(NamedTuple):
         if self.sharding is not None:
             layout = self.sharding.layout(self.shape)
             return layout.boxes(rank) if rank < layout.slots else ()
-        return (Box((0,) * len(self.shape), self.shape),) if self.boxes is None else self.boxes
+        return (Box.of(self.shape),) if self.boxes is None else self.boxes
 
 
 def is_part(value: object) -> bool:

@@ -55,7 +55,7 @@ def _describe(rank: int, part: LocalPart) -> Iterator[source_sharding.DescribedP
     boxes, group = part.boxes_of(rank), None
     if part.sharding is not None:
         group, local = part.sharding.mesh.devices, part.tensors[0].shape
-        boxes = boxes or (Box((0,) * len(local), local),)
+        boxes = boxes or (Box.of(local),)
     for box in boxes:
         yield source_sharding.DescribedPart(box, part.shape, group)
 

@@ -137,8 +137,8 @@ def _open_listener(count: int) -> _Listener | None:
 
 
 def _address_of(name: bytes) -> bytes:
-    # Names that begin with a zero byte are abstract, without a file. The number is that of the
-    # format of notes: ranks of versions with other notes do not find each other here.
+    # Names that begin with a zero byte are abstract, without a file. The number is the
+    # version of the format of notes: ranks with another version do not connect.
     return b"\0reshard-2-" + name.hex().encode()
 
 

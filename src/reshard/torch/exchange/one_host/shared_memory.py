@@ -190,7 +190,7 @@ class NearMessage:
 
     def give_back(self) -> None:
         """Let the sender use its memory again."""
-        if self.place[0] == _SHORT_SEGMENT and not self.is_readable:
+        if self.place[0] == _SHORT_SEGMENT:
             self.peer.free_short(self.place[1])
             return
         if not self.is_readable and self.place[0] in self.peer.on_devices:
@@ -585,14 +585,14 @@ class NearRank:
         with self._lock:
             # Threads may send notes in another order than they packed them.
             self._short_taken = max(self._short_taken, short_taken)
-            if kind == _SHORT:
-                segment, begin = _SHORT_SEGMENT, self._keep_short(handle)
             if kind == _TAKEN:
                 lent = self._lent.pop(number)
                 if lent.segment is not None:
                     lent.segment.lent -= 1
                 lent.is_taken = True
             elif kind in (_LENT, _READABLE, _SHORT):
+                if kind == _SHORT:
+                    segment, begin = _SHORT_SEGMENT, self._keep_short(handle)
                 expected = self._expected.get(tag)
                 note = (number, segment, begin, size_bytes, kind == _READABLE)
                 if expected:

@@ -70,7 +70,7 @@ def _name_expert(key: str) -> str:
 
 
 def _find_member(key: str) -> str | None:
-    """Return the name of the members of a stack, with `{}` as their number, or None if it is none.
+    """Return the name of the members of a stack, with `{}` as their number; None for another key.
 
     >>> _find_member("decoder.layers.mlp.experts.experts.linear_fc1.weight")
     'decoder.layers.{}.mlp.experts.experts.linear_fc1.weight'
@@ -98,7 +98,7 @@ def find_read_name(place: StackedPlace, shape: tuple[int, ...]) -> str:
 
 
 def whole_of_half(name: str) -> str | None:
-    """Return the parameter of which `name` is a half of its rows, or None if it is not a half.
+    """Return the parameter whose rows are split into `name` and another half, or None.
 
     >>> whole_of_half("mlp.linear_fc1.weight_w"), whole_of_half("mlp.linear_fc1.weight")
     ('mlp.linear_fc1.weight', None)
